@@ -1,0 +1,29 @@
+# make run: the notebooks, executed, and one page with their results.  make test: every test.  make lab: JupyterLab.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: run test lab setup clean
+
+run: setup
+	$(BIN)/mla-lab run
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+lab: setup
+	$(BIN)/jupyter lab notebooks
+
+setup: $(STAMP)
+
+# An interrupted installation leaves no stamp, and the next one starts over in the same environment.
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "PYTHON: got Python %d.%d; accepted: 3.11, 3.12, 3.13 (make PYTHON=python3.12 ...)" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,282 @@
+"""Sparse MLA forward in portable Triton: one source for AMD, NVIDIA and Triton's interpreter on a CPU.
+
+`attend` works on one query token, one block of 16 heads and one split of the query's keys: it walks over tiles of
+BLOCK_K gathered rows with an online softmax. `merge` joins the splits. What the constants choose:
+
+    CACHE_FP8    the rows are fp8 codes, else bf16
+    Q_FP8        Q enters the product as fp8: quantized here (one scale per token and head block), or given so
+    P_FP8        P is multiplied by p_scale and rounded to fp8; V enters as the cache's codes
+    NATIVE_DOT   the device's matrix unit multiplies this encoding; else codes are widened to bf16, which is exact and
+                 gives the same products (gfx942's e4m3fnuz on Hopper)
+    NATIVE_CAST  the device's own fp8 conversions are used; else the integer codec
+    INTERPRET    operands stay in f32 and bf16 is rounded by hand: the interpreter multiplies bf16's bit patterns and
+                 truncates its casts
+
+The per-tensor KV scale never touches a tile: it is in the score scale (K) and in the epilogue (V). The softmax's sum
+is taken over p before it is rounded. Offsets are 64-bit throughout: pools larger than 2^31 bytes are usual.
+"""
+
+import triton
+import triton.language as tl
+
+from mla_lab.kernels.codec import decode_f32, decode_native, encode_f32, encode_native, round_to_bf16
+
+HEAD_BLOCK = tl.constexpr(16)
+SMALLEST_AMAX = tl.constexpr(2.0**-100)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def kernel_name(specialization):
+    """Names in a trace: kernels that differ in dots, cache or encoding differ in name."""
+    c = specialization.constants
+    q, p = ("fp8" if c[k] else "bf16" for k in ("Q_FP8", "P_FP8"))
+    cache = ("e4m3fnuz" if c["FNUZ"] else "e4m3fn") if c["CACHE_FP8"] else "bf16"
+    return f"sparse_mla_fwd_{cache}_cache_{q}_qk_{p}_pv"
+
+
+@triton.jit
+def _encode(x, FNUZ: tl.constexpr, NATIVE_CAST: tl.constexpr):
+    if NATIVE_CAST:
+        return encode_native(x, 0x7E, FNUZ)
+    elif FNUZ:
+        return encode_f32(x, 3, 8, 0x7F, 0x80, True)
+    else:
+        return encode_f32(x, 3, 7, 0x7E, 0x7F, False)
+
+
+@triton.jit
+def _widen(code, FNUZ: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+    """fp8 codes to bf16, exactly (to f32 in the interpreter)."""
+    if INTERPRET:
+        return decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ, False)
+    elif NATIVE_CAST:
+        return decode_native(code, FNUZ)
+    else:
+        wide = decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ, False)
+        # The value fits into the upper half: taking it spares the rounding, a long path where bf16 casts are software.
+        return (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _fp8_operand(code, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+    """fp8 codes as the operand of a product that is to run in fp8."""
+    if NATIVE_DOT:
+        return code.to(tl.float8e4b8 if FNUZ else tl.float8e4nv, bitcast=True)
+    else:
+        return _widen(code, FNUZ, NATIVE_CAST, INTERPRET)
+
+
+@triton.jit
+def _bf16_operand(x, INTERPRET: tl.constexpr):
+    """f32 as a bf16 operand, rounded to nearest even."""
+    if INTERPRET:
+        return round_to_bf16(x)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _load_q(at, mask, Q_GIVEN: tl.constexpr, FNUZ: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+    """Q in f32 (bf16 and fp8 widen exactly)."""
+    if Q_GIVEN:
+        return _widen(tl.load(at, mask=mask, other=0), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32)
+    else:
+        return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_kv(at, mask, CACHE_FP8: tl.constexpr, INTERPRET: tl.constexpr):
+    if CACHE_FP8:
+        return tl.load(at, mask=mask, other=0)
+    elif INTERPRET:
+        return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_bf16(at, x, mask, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        x = round_to_bf16(x)
+    tl.store(at, x.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _finish(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
+    """The output row and its natural-log LSE from a sum of p v, the scores' maximum (log2) and the sum of p.
+
+    No key at all: zeros and -inf. A sink is one more key without a value.
+    """
+    empty = row_sum == 0.0
+    out = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    lse2 = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+    if HAS_SINK:
+        sink2 = sink * LOG2_E
+        top = tl.maximum(lse2, sink2)
+        base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+        total2 = base + tl.log2(tl.exp2(lse2 - base) + tl.exp2(sink2 - base))
+        # An infinite sink leaves no weight to any key, and is the LSE.
+        share = tl.where(empty | (sink2 == float("inf")), 0.0, tl.exp2(lse2 - total2))
+        out = out * share[:, None]
+        lse2 = tl.where(tl.abs(top) == float("inf"), top, total2)
+    return out, lse2 * LN_2
+
+
+@triton.jit(repr=kernel_name)
+def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, part_max, part_sum,
+           score_scale, p_scale, slots, heads, splits,
+           stride_q_token, stride_q_head, stride_kv_block, stride_kv_row, stride_out_token, stride_out_head,
+           RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+           KV_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr,
+           CACHE_FP8: tl.constexpr, Q_FP8: tl.constexpr, Q_GIVEN: tl.constexpr, P_FP8: tl.constexpr, FNUZ: tl.constexpr,
+           HAS_INVALID: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, WRITE_PARTS: tl.constexpr,
+           NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+    """Grid: (tokens, head blocks, splits).
+
+    score_scale: softmax_scale * log2(e). Writes out (and lse), or with WRITE_PARTS part_acc [tokens, splits, heads,
+    RANK], part_max and part_sum [tokens, splits, heads]. An index out of range makes its query NaN and is never read.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    split = tl.program_id(2)
+    head_in = head < heads
+    rank = tl.arange(0, RANK_PAD)
+    rank_in = rank < RANK
+
+    # Q, once per program.
+    q_row = q + token * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head
+    q_latent = _load_q(q_row + rank[None, :], head_in[:, None] & rank_in[None, :], Q_GIVEN, FNUZ, NATIVE_CAST, INTERPRET)
+    if ROPE > 0:
+        rope = tl.arange(0, ROPE_PAD)
+        rope_in = rope < ROPE
+        q_rope = _load_q(q_row + RANK + rope[None, :], head_in[:, None] & rope_in[None, :], Q_GIVEN, FNUZ, NATIVE_CAST, INTERPRET)
+    scale = score_scale
+    if Q_GIVEN:
+        scale = scale * tl.load(q_scale)
+    elif Q_FP8:
+        largest = tl.max(tl.max(tl.abs(q_latent), 1), 0)
+        if ROPE > 0:
+            largest = tl.maximum(largest, tl.max(tl.max(tl.abs(q_rope), 1), 0))
+        largest = tl.maximum(largest, SMALLEST_AMAX)
+        # div_rn: the plain division is approximate on NVIDIA, and a last bit can move a code.
+        to_codes = tl.div_rn(tl.full([], FP8_MAX, tl.float32), largest)
+        scale = scale * tl.div_rn(largest, tl.full([], FP8_MAX, tl.float32))
+        q_latent = q_latent * to_codes
+        if ROPE > 0:
+            q_rope = q_rope * to_codes
+    if Q_FP8:  # values that are codes already pass through unchanged
+        q_latent = _fp8_operand(_encode(q_latent, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        if ROPE > 0:
+            q_rope = _fp8_operand(_encode(q_rope, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+    else:
+        q_latent = _bf16_operand(q_latent, INTERPRET)
+        if ROPE > 0:
+            q_rope = _bf16_operand(q_rope, INTERPRET)
+
+    value_scale = tl.full([], 1.0, tl.float32)
+    if CACHE_FP8:
+        value_scale = tl.load(kv_scale)
+        scale = scale * value_scale
+    if P_FP8:
+        value_scale = tl.div_rn(value_scale, p_scale)
+
+    start = tl.load(indptr + token).to(tl.int64)
+    keys = (tl.load(indptr + token + 1).to(tl.int64) - start).to(tl.int32)
+    per_split = tl.cdiv(tl.cdiv(keys, BLOCK_K), splits) * BLOCK_K
+    first = split * per_split
+    last = tl.minimum(first + per_split, keys)
+
+    row_max = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEAD_BLOCK], tl.float32)
+    acc = tl.zeros([HEAD_BLOCK, RANK_PAD], tl.float32)
+    for lo in range(first, last, BLOCK_K):
+        at = lo + tl.arange(0, BLOCK_K)
+        listed = at < last
+        slot = tl.load(indices + start + at, mask=listed, other=-1).to(tl.int64)
+        valid = (slot >= 0) & (slot < slots)
+        row = kv + (slot // KV_BLOCK) * stride_kv_block + (slot % KV_BLOCK) * stride_kv_row
+        latent = _load_kv(row[:, None] + rank[None, :], valid[:, None] & rank_in[None, :], CACHE_FP8, INTERPRET)
+
+        if CACHE_FP8:
+            if Q_FP8:
+                k = _fp8_operand(latent, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+            else:
+                k = _widen(latent, FNUZ, NATIVE_CAST, INTERPRET)
+        else:
+            k = latent
+        scores = tl.dot(q_latent, tl.trans(k), input_precision="ieee")
+        if ROPE > 0:
+            k_rope = _load_kv(row[:, None] + RANK + rope[None, :], valid[:, None] & rope_in[None, :], CACHE_FP8, INTERPRET)
+            if CACHE_FP8:
+                if Q_FP8:
+                    k_rope = _fp8_operand(k_rope, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+                else:
+                    k_rope = _widen(k_rope, FNUZ, NATIVE_CAST, INTERPRET)
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+        scores = tl.where(valid[None, :], scores * scale, float("-inf"))
+        if HAS_INVALID:
+            wrong = listed & ((slot < -1) | (slot >= slots))
+        else:
+            wrong = listed & ~valid
+        scores = tl.where(wrong[None, :], float("nan"), scores)
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: -inf - -inf would be NaN
+        alpha = tl.exp2(row_max - safe_max)
+        p = tl.exp2(scores - safe_max[:, None])
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        if P_FP8:
+            p_operand = _fp8_operand(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+            v = _fp8_operand(latent, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        else:
+            p_operand = _bf16_operand(p, INTERPRET)
+            v = _widen(latent, FNUZ, NATIVE_CAST, INTERPRET) if CACHE_FP8 else latent
+        acc = tl.dot(p_operand, v, acc * alpha[:, None], input_precision="ieee")
+        row_max = new_max
+
+    acc = acc * value_scale
+    if WRITE_PARTS:
+        part = (token * splits + split) * heads + head
+        tl.store(part_acc + part[:, None] * RANK + rank[None, :], acc, mask=head_in[:, None] & rank_in[None, :])
+        tl.store(part_max + part, row_max, mask=head_in)
+        tl.store(part_sum + part, row_sum, mask=head_in)
+    else:
+        sink_row = row_max
+        if HAS_SINK:
+            sink_row = tl.load(sink + head, mask=head_in, other=0.0)
+        rows, rows_lse = _finish(acc, row_max, row_sum, sink_row, HAS_SINK)
+        out_row = out + token * stride_out_token + head.to(tl.int64)[:, None] * stride_out_head
+        _store_bf16(out_row + rank[None, :], rows, head_in[:, None] & rank_in[None, :], INTERPRET)
+        if WRITE_LSE:
+            tl.store(lse + token * heads + head, rows_lse, mask=head_in)
+
+
+@triton.jit
+def merge(part_acc, part_max, part_sum, sink, out, lse, heads, splits, stride_out_token, stride_out_head,
+          RANK: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Grid: (tokens, heads). Joins the splits of one token and head."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    rank = tl.arange(0, RANK)
+    split = tl.arange(0, SPLITS_PAD)
+    part = (token * splits + split) * heads + head
+    maxima = tl.load(part_max + part, mask=split < splits, other=float("-inf"))
+    sums = tl.load(part_sum + part, mask=split < splits, other=0.0)
+    row_max = tl.max(maxima, 0)
+    safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.sum(sums * tl.exp2(maxima - safe_max), 0)
+    acc = tl.zeros([RANK], tl.float32)
+    for s in range(splits):
+        one = (token * splits + s) * heads + head
+        weight = tl.exp2(tl.load(part_max + one) - safe_max)
+        acc += weight * tl.load(part_acc + one * RANK + rank)
+
+    sink_row = tl.full([1], 0.0, tl.float32)
+    if HAS_SINK:
+        sink_row += tl.load(sink + head)
+    rows, rows_lse = _finish(acc[None, :], tl.full([1], 0.0, tl.float32) + safe_max, tl.full([1], 0.0, tl.float32) + row_sum, sink_row, HAS_SINK)
+    out_row = out + token * stride_out_token + head.to(tl.int64) * stride_out_head
+    _store_bf16(out_row + rank[None, :], rows, rank[None, :] < RANK, INTERPRET)
+    if WRITE_LSE:
+        tl.store(lse + token * heads + head + tl.arange(0, 1), rows_lse)

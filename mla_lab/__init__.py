@@ -1,0 +1,14 @@
+"""mla-lab: a workbench for fp8 sparse multi-head latent attention.
+
+    from mla_lab import sparse_mla_fwd, cache, inputs, reference
+
+One call, `sparse_mla_fwd`, runs the published kernel's numerics (gfx942, gfx950 or sm_90) on whatever machine
+this is: in a Triton kernel where there is a GPU, in an emulator where there is none.
+"""
+
+__version__ = "0.1.0"
+
+from mla_lab.attention import sparse_mla_fwd
+from mla_lab.recipe import Recipe
+
+__all__ = ["Recipe", "__version__", "sparse_mla_fwd"]

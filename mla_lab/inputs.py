@@ -1,0 +1,218 @@
+"""Inputs by name, each from a seed, and captured activations from a safetensors file.
+
+An input is what attention gets before any rounding to fp8: queries, latent rows, and which rows each query gathers.
+The random numbers are numpy's (PCG64), so that the same seed gives the same input on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [C, H, R] bf16, rows [slots, R] f32 (bf16 values for a capture), kv_indptr [C + 1], kv_indices int32.
+
+    R = kv_lora_rank + qk_rope_head_dim. about: what there is to say of this input, by name (plain numbers and strings).
+    """
+
+    name: str
+    q: torch.Tensor
+    rows: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    softmax_scale: float
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    about: dict = field(default_factory=dict)
+
+    def to(self, device) -> Inputs:
+        moved = {n: getattr(self, n).to(device) for n in ("q", "rows", "kv_indptr", "kv_indices")}
+        return Inputs(**{**self.__dict__, **moved})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """GLM-5.3-Flash at tensor parallelism 4 by default: 16 heads, width 512 without rope, top-k 2048."""
+
+    tokens: int = 4
+    heads: int = 16
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 0
+    topk: int = 2048
+    slots: int = 8192
+
+    def __post_init__(self):
+        for name in ("tokens", "heads", "kv_lora_rank", "topk", "slots"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}; accepted: an integer of 1 or more")
+        if not isinstance(self.qk_rope_head_dim, int) or self.qk_rope_head_dim < 0:
+            raise ValueError(f"qk_rope_head_dim: got {self.qk_rope_head_dim!r}; accepted: 0 or a positive integer")
+        if self.topk > self.slots:
+            raise ValueError(f"topk: got {self.topk} with {self.slots} slots; accepted: at most the number of slots")
+
+    @property
+    def width(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def normal(shape: Shape = Shape(), seed: int = 0) -> Inputs:
+    """Everything N(0, 1), softmax_scale 1 / sqrt(R): scores are N(0, 1) too, and no key stands out."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((shape.tokens, shape.heads, shape.width), np.float32)
+    rows = rng.standard_normal((shape.slots, shape.width), np.float32)
+    return _build("normal", shape, q, rows, _lists(rng, shape))
+
+
+def peaky(shape: Shape = Shape(), seed: int = 0, peaks: int = 8, margin: float = 6.0) -> Inputs:
+    """`normal`, but `peaks` keys of each list score about `margin` nats above the rest.
+
+    All queries share a component along one direction; the peak rows have the margin along it. With 8 peaks at 6 nats
+    among 2048 they carry about six tenths of the softmax mass.
+    """
+    _check(margin=margin)
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((shape.tokens, shape.heads, shape.width), np.float32)
+    rows = rng.standard_normal((shape.slots, shape.width), np.float32)
+    direction = _unit(rng, shape.width)
+    length = math.sqrt(shape.width)
+    q += (length - q @ direction)[..., None] * direction
+    rows -= (rows @ direction)[:, None] * direction
+    lists = _lists(rng, shape)
+    chosen = np.arange(min(peaks, shape.topk))  # the same slots for every query, as a sink or a system prompt would be
+    for row in lists:
+        rest = row[~np.isin(row, chosen)][: shape.topk - chosen.size]
+        row[:] = rng.permutation(np.concatenate([chosen, rest]))
+    rows[chosen] += margin * direction  # q . row * softmax_scale = length * margin / length
+    return _build("peaky", shape, q, rows, lists, peaks=int(chosen.size), margin=margin)
+
+
+def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, position: str = "first") -> Inputs:
+    """One key scores `margin` nats above topk - 1 others, which score alike and share one direction.
+
+    The others' share of the softmax mass is w = (topk - 1) e^-margin / (1 + (topk - 1) e^-margin): a fifth for margin 9
+    and 2047 others. Since their rows point the same way they add up, and carry that share of the output too; a kernel
+    that loses them is wrong by about w |others' row| / |output|. Both kinds of row have the same length (the rms value
+    is 1), and a tenth of noise. position: where the key stands in each list: "first", "last" or "random"; behind the
+    others it is not yet the running maximum when they are rounded, and nothing of them is lost.
+    """
+    _check(margin=margin)
+    if position not in ("first", "last", "random"):
+        raise ValueError(f"position: got {position!r}; accepted: 'first', 'last', 'random'")
+    rng = np.random.default_rng(seed)
+    length = math.sqrt(shape.width)
+    frame = np.linalg.qr(rng.standard_normal((shape.width, 3)))[0].T.astype(np.float32)
+    score, own, shared = frame  # the direction that scores, and those that the dominant row and the others point to
+    q = rng.standard_normal((shape.tokens, shape.heads, shape.width), np.float32)
+    rows = 0.1 * rng.standard_normal((shape.slots, shape.width), np.float32)
+    for direction in frame:  # scores come from the score direction alone, up to the noise
+        q -= (q @ direction)[..., None] * direction
+        rows -= (rows @ direction)[:, None] * direction
+    q += length * score
+    rows[1:] += length * shared
+    rows[0] += math.sqrt(max(length**2 - margin**2, 0.0)) * own + margin * score
+    lists = _lists(rng, shape)
+    for row in lists:
+        others = row[row != 0][: shape.topk - 1]
+        at = {"first": 0, "last": others.size, "random": int(rng.integers(others.size + 1))}[position]
+        row[:] = np.insert(others, at, 0)
+    share = (shape.topk - 1) * math.exp(-margin) / (1 + (shape.topk - 1) * math.exp(-margin))
+    return _build("dominant_key", shape, q, rows, lists, margin=margin, position=position, tail_share=share)
+
+
+def ones(shape: Shape = Shape(), seed: int = 0, margin: float = 7.0) -> Inputs:
+    """V all ones, one key at score 0 and the others at -margin: every output is 1, whatever the softmax weights are.
+
+    Needs a rope part (the latent columns, which are V too, are all 1 and score alike): ValueError without one. All
+    values are small powers of two times integers, so that a scale of 1 packs them exactly for margins up to 16 in eighths.
+    """
+    _check(margin=margin)
+    if shape.qk_rope_head_dim < 1:
+        raise ValueError(f"qk_rope_head_dim: got {shape.qk_rope_head_dim}; accepted: 1 or more (the scores come from the rope columns)")
+    q = np.zeros((shape.tokens, shape.heads, shape.width), np.float32)
+    rows = np.zeros((shape.slots, shape.width), np.float32)
+    rows[:, : shape.kv_lora_rank] = 1.0
+    q[..., shape.kv_lora_rank] = 1.0
+    rows[1:, shape.kv_lora_rank] = -margin
+    lists = np.tile(np.arange(shape.topk), (shape.tokens, 1))
+    return _build("ones", shape, q, rows, lists, softmax_scale=1.0, margin=margin)
+
+
+SYNTHETIC = {"normal": normal, "peaky": peaky, "dominant_key": dominant_key, "ones": ones}
+
+
+def make(name: str, shape: Shape = Shape(), seed: int = 0, **options) -> Inputs:
+    """A synthetic input by its name. ValueError for another name."""
+    if name not in SYNTHETIC:
+        raise ValueError(f"input: got {name!r}; accepted: {', '.join(SYNTHETIC)}, or a safetensors file for load_capture")
+    return SYNTHETIC[name](shape, seed, **options)
+
+
+def capture_layers(path: str | Path) -> list[int]:
+    """Numbers of the layers in a capture."""
+    with _open(path) as file:
+        return json.loads(file.metadata()["layers"])
+
+
+def load_capture(path: str | Path, layer: int) -> Inputs:
+    """One layer of captured activations, zero-padded to the next power of two columns.
+
+    The file holds, for each layer n, `n.q` [C, H, width] and `n.kv` [slots, width], then `indptr` and `indices`, and
+    softmax_scale in its metadata. Raises ValueError for a missing file, one that is no capture, or another layer.
+    """
+    layers = capture_layers(path)
+    if layer not in layers:
+        raise ValueError(f"layer: got {layer!r}; accepted for {Path(path).name}: {', '.join(map(str, layers))}")
+    with _open(path) as file:
+        metadata = file.metadata()
+        q, kv = file.get_tensor(f"{layer}.q"), file.get_tensor(f"{layer}.kv")
+        indptr, indices = file.get_tensor("indptr"), file.get_tensor("indices")
+    rank = 1 << (kv.shape[1] - 1).bit_length()
+    q, kv = (torch.nn.functional.pad(x, (0, rank - x.shape[-1])).contiguous() for x in (q, kv))
+    about = {"layer": layer, "model": metadata["model"], "text": metadata["text"], "width": int(metadata["width"])}
+    return Inputs(f"{Path(path).stem} layer {layer}", q, kv.float(), indptr, indices, float(metadata["softmax_scale"]), rank, 0, about)
+
+
+def _open(path):
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"capture: got {str(path)!r}, which is no file; accepted: a safetensors file as tools/capture_minilm.py writes it")
+    try:
+        file = safe_open(path, "pt")
+        metadata = file.metadata() or {}
+    except Exception as error:
+        raise ValueError(f"capture: got {str(path)!r}, which is no safetensors file ({error})") from None
+    if "layers" not in metadata:
+        raise ValueError(f"capture: got {str(path)!r}, whose metadata names no layers; accepted: a file as tools/capture_minilm.py writes it")
+    return file
+
+
+def _lists(rng, shape):
+    return np.stack([rng.permutation(shape.slots)[: shape.topk] for _ in range(shape.tokens)])
+
+
+def _unit(rng, width):
+    vector = rng.standard_normal(width).astype(np.float32)
+    return vector / np.linalg.norm(vector)
+
+
+def _check(**numbers):
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{name}: got {value!r}; accepted: a finite number of 0 or more")
+
+
+def _build(name, shape, q, rows, lists, softmax_scale=None, **about):
+    return Inputs(
+        name, torch.from_numpy(q).bfloat16(), torch.from_numpy(rows),
+        torch.arange(shape.tokens + 1, dtype=torch.int32) * shape.topk, torch.from_numpy(lists.astype(np.int32).reshape(-1)),
+        shape.width**-0.5 if softmax_scale is None else softmax_scale, shape.kv_lora_rank, shape.qk_rope_head_dim, about,
+    )

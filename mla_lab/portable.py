@@ -1,0 +1,102 @@
+"""Launches kernels/sparse_mla.py: the portable Triton kernel on a GPU, or in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from mla_lab.arch import HEAD_BLOCK, Launch, Profile, device_arch
+from mla_lab.cache import flat_rows, slots
+from mla_lab.emulate import Parts
+from mla_lab.formats import FORMAT_OF_DTYPE, E4M3FN, E4M3FNUZ, Fp8Format
+from mla_lab.kernels import sparse_mla as kernels
+from mla_lab.numerics import LOG2_E
+from mla_lab.recipe import Recipe
+
+INTERPRETED = isinstance(kernels.attend, InterpretedFunction)
+
+SMALLEST_DOT = 32
+"""A product of fp8 values contracts over at least 32 columns; narrower ones are padded with zeros."""
+
+
+def constants(profile: Profile, recipe: Recipe, launch: Launch, *, kv_lora_rank: int, qk_rope_head_dim: int, kv_block: int,
+              cache_fp8: bool, q_given: bool, native_dot: bool, native_cast: bool, has_invalid: bool, has_sink: bool,
+              write_lse: bool, write_parts: bool, interpret: bool) -> dict:
+    """The constexpr arguments of kernels.attend, for a launch or for an ahead-of-time compilation."""
+    return dict(
+        RANK=kv_lora_rank, RANK_PAD=max(kv_lora_rank, SMALLEST_DOT),
+        ROPE=qk_rope_head_dim, ROPE_PAD=max(triton.next_power_of_2(qk_rope_head_dim), SMALLEST_DOT),
+        KV_BLOCK=kv_block, BLOCK_K=launch.block_k, FP8_MAX=profile.encoding.max_finite,
+        CACHE_FP8=cache_fp8, Q_FP8=recipe.q == "fp8", Q_GIVEN=q_given, P_FP8=recipe.p == "fp8", FNUZ=profile.encoding.fnuz,
+        HAS_INVALID=has_invalid, HAS_SINK=has_sink, WRITE_LSE=write_lse, WRITE_PARTS=write_parts,
+        NATIVE_DOT=native_dot, NATIVE_CAST=native_cast, INTERPRET=interpret,
+    )
+
+
+TESTED_CASTS = ("sm_90",)
+"""Devices whose own fp8 conversions tests/test_codec.py has found equal to the exact codec; others use the codec."""
+
+
+def native_encoding(device: torch.device) -> Fp8Format | None:
+    """The e4m3 encoding that this device's matrix unit multiplies; None where it has none."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip:
+        return {"gfx942": E4M3FNUZ, "gfx950": E4M3FN}.get(device_arch(device))
+    return E4M3FN if torch.cuda.get_device_capability(device) >= (8, 9) else None
+
+
+def _bytes(tensor):
+    return tensor.view(torch.uint8) if tensor.dtype in FORMAT_OF_DTYPE else tensor
+
+
+def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, profile: Profile, recipe: Recipe, launch: Launch,
+               kv_splits: int, kv_scale, kv_lora_rank: int, q_scale, attn_sink, has_invalid: bool, out, return_lse: bool,
+               skip_reduce: bool):
+    """(out, lse or None), or (Parts, None) with skip_reduce and more than one split. Arguments already checked."""
+    tokens, heads, width = q.shape
+    device = q.device
+    native = native_encoding(device) == profile.encoding
+    compile_time = constants(
+        profile, recipe, launch, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=width - kv_lora_rank, kv_block=flat_rows(kv_buffer).shape[1],
+        cache_fp8=kv_scale is not None, q_given=q_scale is not None, native_dot=native, native_cast=native and device_arch(device) in TESTED_CASTS,
+        has_invalid=has_invalid, has_sink=attn_sink is not None, write_lse=return_lse, write_parts=kv_splits > 1, interpret=INTERPRETED,
+    )
+    if out is None:
+        out = torch.empty(tokens, heads, kv_lora_rank, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(tokens, heads, device=device) if return_lse else None
+    parts = None
+    if kv_splits > 1:
+        parts = Parts(
+            torch.empty(tokens, kv_splits, heads, kv_lora_rank, device=device),
+            torch.empty(tokens, kv_splits, heads, device=device),
+            torch.empty(tokens, kv_splits, heads, device=device),
+        )
+    if tokens > 0:
+        rows = flat_rows(_bytes(kv_buffer))
+        acc, maxima, sums = parts if parts is not None else (None, None, None)
+        sink = attn_sink if kv_splits == 1 else None
+        compile_time["HAS_SINK"] = sink is not None
+        kernels.attend[(tokens, triton.cdiv(heads, HEAD_BLOCK), kv_splits)](
+            _bytes(q), rows, kv_indptr, kv_indices, q_scale, kv_scale, sink, out, lse, acc, maxima, sums,
+            softmax_scale * LOG2_E, _p_scale(profile, recipe), slots(kv_buffer), heads, kv_splits,
+            q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
+            **compile_time, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )
+    if parts is None:
+        return out[..., :kv_lora_rank], lse
+    if skip_reduce:
+        return parts, None
+    if tokens > 0:
+        kernels.merge[(tokens, heads)](
+            *parts, attn_sink, out, lse, heads, kv_splits, out.stride(0), out.stride(1), RANK=kv_lora_rank,
+            SPLITS_PAD=triton.next_power_of_2(kv_splits), HAS_SINK=attn_sink is not None, WRITE_LSE=return_lse, INTERPRET=INTERPRETED,
+        )
+    return out[..., :kv_lora_rank], lse
+
+
+def _p_scale(profile, recipe):
+    if recipe.p == "bf16":
+        return 1.0
+    return profile.p_scale if recipe.p_scale is None else float(recipe.p_scale)

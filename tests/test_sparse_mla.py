@@ -1,0 +1,301 @@
+"""Emulator against the reference, and the Triton kernel (interpreted or on a GPU) against the emulator, on one list of cases."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import cases
+from cases import DEVICE, FP8, Case
+from mla_lab import Recipe, cache, formats, metrics, reference, sparse_mla_fwd
+from mla_lab.arch import PROFILES
+
+# The kernel and the emulator round at the same places, so that what is left is the order of f32 sums: now and then an
+# output or a P on the other side of a rounding. Measured: at most 1e-4 in the interpreter and on an H200. A wrong
+# P scale, a lost tile or a missed rounding moves the output by 1e-2 and more.
+KERNEL_L2 = 5e-4
+LSE_TOLERANCE = dict(rtol=1e-5, atol=1e-5)
+
+# Against the reference: bf16 dots leave P's rounding and the output's (2^-9 / sqrt(3) = 0.11% each); fp8 adds P's 4
+# significant bits (1.6% measured over many keys, up to 2^-4 / sqrt(3) = 3.6% on one) and Q's (2.6% over normal inputs).
+REFERENCE_L2 = {("bf16", "bf16"): 3e-3, ("bf16", "fp8"): 0.03, ("fp8", "bf16"): 0.045, ("fp8", "fp8"): 0.055}
+
+
+@pytest.mark.parametrize("case", cases.EVERY, ids=str)
+def test_kernel_agrees_with_emulator(case):
+    tensors = cases.make(case)
+    out, lse = tensors.call(case, sparse_mla_fwd, backend="triton")
+    want, want_lse = tensors.call(case, sparse_mla_fwd, backend="emulate")
+    assert not out.isnan().any()
+    assert metrics.relative_l2(out, want) < KERNEL_L2
+    torch.testing.assert_close(lse, want_lse, **LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", cases.EVERY, ids=str)
+def test_emulator_is_as_near_to_the_reference_as_its_roundings_allow(case):
+    tensors = cases.make(case)
+    out, lse = tensors.call(case, sparse_mla_fwd, backend="emulate")
+    want, want_lse = tensors.call(case, reference.sparse_mla)
+    assert metrics.relative_l2(out, want) < REFERENCE_L2[case.recipe.q, case.recipe.p]
+    # Only a rounded Q moves a score: by 2.6% of one nat for normal inputs, and the LSE of one key is its score.
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=0.15 if case.recipe.q == "fp8" else 2e-5)
+
+
+def test_reference_f32_and_f64_agree_and_do_not_depend_on_chunks(monkeypatch):
+    case = Case(sink=True, holes=0.2, lengths=(70, 0, 131, 64))
+    tensors = cases.make(case)
+    wide, wide_lse = tensors.call(case, reference.sparse_mla, dtype=torch.float64)
+    out, lse = tensors.call(case, reference.sparse_mla)
+    assert metrics.relative_l2(out, wide) < 1e-6
+    torch.testing.assert_close(lse.double(), wide_lse, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(reference, "_BUDGET", 1)
+    again, _ = tensors.call(case, reference.sparse_mla, dtype=torch.float64)
+    assert metrics.relative_l2(again, wide) < 1e-14
+
+
+def test_reference_is_attention_as_written_down():
+    """Against a softmax over explicit loops, so that reference and emulator cannot share a mistake."""
+    case = Case(lengths=(5, 0, 9), heads=2, rank=32, rope=16, cache="bf16", recipe=cases.BF16, sink=True)
+    t = cases.make(case)
+    out, lse = t.call(case, reference.sparse_mla, dtype=torch.float64)
+    for token in range(3):
+        listed = t.indices[t.indptr[token] : t.indptr[token + 1]].long()
+        rows = t.packed.buffer[listed].double()
+        for head in range(2):
+            weights = torch.cat([t.scale * (rows @ t.q[token, head].double()), t.sink[head : head + 1].double()]).exp()
+            want = (weights[:-1, None] * rows[:, :32]).sum(0) / weights.sum()
+            torch.testing.assert_close(out[token, head], want, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(lse[token, head], weights.sum().log(), rtol=1e-10, atol=1e-12)
+
+
+BACKENDS = ["triton", "emulate"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_query_without_a_key(backend, splits):
+    case = Case(lengths=(40, 0, 40, 40), rope=0, heads=5, splits=splits, holes=1e-9)
+    t = cases.make(case)
+    t.indices[40:80] = -1  # and one whose keys are all holes
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    assert (out[[1, 2]] == 0).all() and (lse[[1, 2]] == -torch.inf).all()
+    assert metrics.relative_l2(out[[0, 3]], t.call(case, reference.sparse_mla)[0][[0, 3]]) < 0.055
+
+    t.sink = torch.full((5,), 0.25, device=DEVICE)
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    assert (out[[1, 2]] == 0).all() and (lse[[1, 2]] == 0.25).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sink", [-torch.inf, torch.inf, 0.0, 300.0, -300.0])
+def test_extreme_sinks(backend, splits, sink):
+    case = Case(lengths=(90,), rope=0, heads=3, splits=splits, cache="bf16", recipe=cases.BF16)
+    t = cases.make(case)
+    plain, plain_lse = t.call(case, sparse_mla_fwd, backend=backend)
+    t.sink = torch.full((3,), sink, device=DEVICE)
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    want, want_lse = t.call(case, reference.sparse_mla)
+    torch.testing.assert_close(lse, want_lse, **LSE_TOLERANCE)
+    assert metrics.relative_l2(out, want) < REFERENCE_L2["bf16", "bf16"]
+    if sink in (-torch.inf, -300.0):
+        assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
+    if sink == torch.inf:
+        assert (out == 0).all() and (lse == torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("recipe", [cases.BF16, FP8])
+@pytest.mark.parametrize("where", ["first", "last", "both", "scattered"])
+def test_holes_are_as_if_they_were_not_there(backend, splits, recipe, where):
+    """NaN codes in every slot that nobody asked for: masking a score is not enough, since 0 times NaN is NaN."""
+    case = Case(lengths=(192,), rope=0, heads=4, splits=splits, recipe=recipe, holes=1e-9)
+    t = cases.make(case)
+    t.indices = torch.randperm(case.slots - 2, generator=torch.Generator().manual_seed(1))[:192].int().to(DEVICE) + 1  # neither the first slot nor the last
+    hole = torch.zeros(192, dtype=torch.bool)
+    if where in ("first", "both"):
+        hole[:144] = True
+    if where in ("last", "both"):
+        hole[150:] = True
+    if where == "scattered":
+        hole[::3] = True
+    t.indices[hole.to(DEVICE)] = -1
+    compact = dataclasses.replace(t, indices=t.indices[t.indices >= 0], indptr=torch.tensor([0, int((~hole).sum())], dtype=torch.int32, device=DEVICE))
+
+    codes = t.packed.buffer.view(torch.uint8).clone()
+    unasked = torch.ones(case.slots, dtype=torch.bool, device=DEVICE)
+    unasked[t.indices[t.indices >= 0].long()] = False
+    clean, dirty = codes.clone(), codes.clone()
+    clean[unasked], dirty[unasked] = 0, formats.E4M3FNUZ.nan_code
+    results = {}
+    for name, buffer in (("clean", clean), ("dirty", dirty)):
+        t.packed = cache.Packed(buffer, t.packed.scale)
+        results[name] = t.call(case, sparse_mla_fwd, backend=backend)
+    assert torch.equal(results["clean"][0], results["dirty"][0]) and torch.equal(results["clean"][1], results["dirty"][1])
+
+    # Holes move keys between tiles, and with them the running maximum that P is rounded against: equal within P's noise.
+    want, want_lse = compact.call(dataclasses.replace(case, splits=1), sparse_mla_fwd, backend="emulate")
+    assert metrics.relative_l2(results["dirty"][0], want) < (0.03 if recipe is FP8 else 3e-3)
+    torch.testing.assert_close(results["dirty"][1], want_lse, **LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
+@pytest.mark.parametrize("recipe", [cases.BF16, FP8])
+@pytest.mark.parametrize("where", [0, 511, 512])
+def test_a_nan_code_shows_in_the_queries_that_gather_it_and_in_no_other(backend, arch, recipe, where):
+    case = Case(lengths=(50, 50), heads=4, arch=arch, recipe=recipe)
+    t = cases.make(case)
+    t.indices = torch.arange(100, dtype=torch.int32, device=DEVICE)
+    t.packed.buffer.view(torch.uint8)[77, where] = PROFILES[arch].encoding.nan_code
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    assert out[1].isnan().all() and lse[1].isnan().all()
+    assert not out[0].isnan().any() and not lse[0].isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_infinity_in_a_bf16_row(backend, value):
+    case = Case(lengths=(50, 50), heads=4, cache="bf16", recipe=cases.BF16)
+    t = cases.make(case)
+    t.indices = torch.arange(100, dtype=torch.int32, device=DEVICE)
+    t.packed.buffer[77, 3] = value
+    out, _ = t.call(case, sparse_mla_fwd, backend=backend)
+    assert not out[1].isfinite().all()
+    assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_an_index_out_of_range_is_never_read(splits):
+    """The device kernel looks at no data beforehand: such a query becomes NaN, its neighbour stays right."""
+    case = Case(lengths=(50, 50), heads=4, rope=0, splits=splits)
+    t = cases.make(case)
+    right, _ = t.call(case, sparse_mla_fwd, backend="triton")
+    for wrong in (case.slots, 2**31 - 1, -1, -7):
+        t.indices[60] = wrong
+        out, _ = t.call(case, sparse_mla_fwd, backend="triton")
+        assert out[1].isnan().all() and torch.equal(out[0], right[0])
+        with pytest.raises(ValueError, match=rf"kv_indices: got {wrong} at position 60; accepted: 0 to 299"):
+            t.call(case, sparse_mla_fwd, backend="triton", check_indices=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_output_is_the_same_to_the_bit_without_the_lse(backend, splits):
+    case = Case(splits=splits, sink=True)
+    t = cases.make(case)
+    with_lse, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    without, none = t.call(case, sparse_mla_fwd, backend=backend, return_lse=False)
+    assert torch.equal(with_lse, without) and none is None and lse.shape == (3, case.heads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zeros_stay_zeros(backend):
+    case = Case(rope=0)
+    t = cases.make(case)
+    packed = cache.pack_fp8_scalar(torch.zeros(case.slots, 512, device=DEVICE), "e4m3fnuz")
+    assert (packed.scale > 0).all()
+    t.packed = packed
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse[0].exp(), torch.full_like(lse[0], 70.0))
+    t = cases.make(case)
+    t.q.zero_()
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    torch.testing.assert_close(lse[2].exp(), torch.full_like(lse[2], 131.0))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_duplicates_count_twice(backend):
+    case = Case(lengths=(2, 3), heads=2, cache="bf16", recipe=cases.BF16, rope=0)
+    t = cases.make(case)
+    t.indices[:] = torch.tensor([4, 9, 4, 9, 9], dtype=torch.int32)
+    t.q[1] = t.q[0]
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    want, want_lse = t.call(case, reference.sparse_mla)
+    torch.testing.assert_close(lse, want_lse, **LSE_TOLERANCE)
+    assert metrics.relative_l2(out, want) < 3e-3 and (lse[1] > lse[0]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", [cases.BF16, FP8])
+def test_views_are_read_where_they_lie(backend, recipe):
+    """A slice of a larger pool, a padded block pitch, strided q and out, int64 lists, each cache shape: the same bits."""
+    case = Case(recipe=recipe, lengths=(70, 131), heads=4)
+    t = cases.make(case)
+    want, want_lse = t.call(case, sparse_mla_fwd, backend=backend)
+    codes = t.packed.buffer.view(torch.uint8)
+    layouts = {}
+    wide = torch.full((300, 600), 0x80, dtype=torch.uint8, device=DEVICE)
+    wide[:, :576] = codes
+    layouts["slice of wider rows"] = wide[:, :576]
+    layouts["[slots, 1, 1, R]"] = codes.view(300, 1, 1, 576)
+    layouts["blocks"] = codes.view(10, 30, 576)
+    padded = torch.full((10, 30 * 576 + 64), 0x80, dtype=torch.uint8, device=DEVICE)
+    padded[:, : 30 * 576] = codes.view(10, -1)
+    layouts["padded pitch"] = padded[:, : 30 * 576].unflatten(1, (30, 576))
+    for name, buffer in layouts.items():
+        t.packed = cache.Packed(buffer, t.packed.scale)
+        out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse), name
+
+    big_q = torch.zeros(2, 6, 640, dtype=torch.bfloat16, device=DEVICE)
+    big_q[:, 1:5, :576] = t.q
+    t.q = big_q[:, 1:5, :576]
+    t.indptr, t.indices = t.indptr.long(), t.indices.long()
+    target = torch.full((2, 4, 544), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend, out=target)
+    assert torch.equal(out, want) and torch.equal(target[..., :512], want) and torch.equal(lse, want_lse)
+    assert (target[..., 512:] == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", [cases.BF16, FP8])
+def test_q_given_in_fp8(backend, recipe):
+    case = Case(recipe=recipe)
+    t = cases.make(case)
+    given = cache.pack_fp8_scalar(t.q, "e4m3fnuz")
+    t.q = given.buffer
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend, q_scale=given.scale)
+    want, want_lse = t.call(case, reference.sparse_mla, q_scale=given.scale)
+    assert metrics.relative_l2(out, want) < REFERENCE_L2["bf16", recipe.p]  # the reference reads the same rounded q
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_merge_to_the_whole(backend):
+    from mla_lab import emulate
+
+    case = Case(splits=3)
+    t = cases.make(case)
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    parts, none = t.call(case, sparse_mla_fwd, backend=backend, skip_reduce=True)
+    merged, merged_lse = emulate.merge(parts)
+    assert none is None and parts.acc.shape == (3, 3, case.heads, 512)
+    assert metrics.relative_l2(merged.bfloat16(), out) < 1e-4
+    torch.testing.assert_close(merged_lse, lse, **LSE_TOLERANCE)
+
+
+def test_no_tokens():
+    case = Case(lengths=())
+    t = cases.make(case)
+    for backend in BACKENDS:
+        out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+        assert out.shape == (0, case.heads, 512) and lse.shape == (0, case.heads)
+
+
+def test_kernels_that_differ_in_dots_cache_or_encoding_differ_in_name():
+    from types import SimpleNamespace
+
+    from mla_lab.kernels.sparse_mla import kernel_name
+
+    names = set()
+    for cache_fp8, q, p, fnuz in [(False, False, False, False), (True, False, False, True), (True, True, True, True), (True, True, True, False), (True, False, True, True)]:
+        names.add(kernel_name(SimpleNamespace(constants=dict(CACHE_FP8=cache_fp8, Q_FP8=q, P_FP8=p, FNUZ=fnuz))))
+    assert names == {
+        "sparse_mla_fwd_bf16_cache_bf16_qk_bf16_pv", "sparse_mla_fwd_e4m3fnuz_cache_bf16_qk_bf16_pv",
+        "sparse_mla_fwd_e4m3fnuz_cache_fp8_qk_fp8_pv", "sparse_mla_fwd_e4m3fn_cache_fp8_qk_fp8_pv",
+        "sparse_mla_fwd_e4m3fnuz_cache_bf16_qk_fp8_pv",
+    }

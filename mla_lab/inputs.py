@@ -101,7 +101,7 @@ def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, pos
     The others' share of the softmax mass is w = (topk - 1) e^-margin / (1 + (topk - 1) e^-margin): a fifth for margin 9
     and 2047 others. Since their rows point the same way they add up, and carry that share of the output too; a kernel
     that loses them is wrong by about w |others' row| / |output|. Both kinds of row have the same length (the rms value
-    is 1), and a tenth of noise. position: where the key stands in each list: "first", "last" or "random"; behind the
+    is 1); the others have a tenth of noise. position: where the key stands in each list: "first", "last" or "random"; behind the
     others it is not yet the running maximum when they are rounded, and nothing of them is lost.
     """
     _check(margin=margin)
@@ -118,7 +118,7 @@ def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, pos
         rows -= (rows @ direction)[:, None] * direction
     q += length * score
     rows[1:] += length * shared
-    rows[0] += math.sqrt(max(length**2 - margin**2, 0.0)) * own + margin * score
+    rows[0] = math.sqrt(max(length**2 - margin**2, 0.0)) * own + margin * score
     lists = _lists(rng, shape)
     for row in lists:
         others = row[row != 0][: shape.topk - 1]

@@ -95,16 +95,20 @@ def peaky(shape: Shape = Shape(), seed: int = 0, peaks: int = 8, margin: float =
     return _build("peaky", shape, q, rows, lists, peaks=int(chosen.size), margin=margin)
 
 
-def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, position: str = "first") -> Inputs:
+def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, position: str = "first",
+                 output_part: float | None = None) -> Inputs:
     """One key scores `margin` nats above topk - 1 others, which score alike and share one direction.
 
     The others' share of the softmax mass is w = (topk - 1) e^-margin / (1 + (topk - 1) e^-margin): a fifth for margin 9
     and 2047 others. Since their rows point the same way they add up, and carry that share of the output too; a kernel
-    that loses them is wrong by about w |others' row| / |output|. Both kinds of row have the same length (the rms value
-    is 1); the others have a tenth of noise. position: where the key stands in each list: "first", "last" or "random"; behind the
-    others it is not yet the running maximum when they are rounded, and nothing of them is lost.
+    that loses them is wrong by w |their row| / |output|, `about["output_part"]`. All rows have the same length (an rms
+    value of 1) unless output_part (0 to 1) asks for another length of theirs; theirs have a tenth of noise.
+    position: where the key stands in each list: "first", "last" or "random"; behind the others it is not yet the running
+    maximum when they are rounded, and nothing of them is lost.
     """
     _check(margin=margin)
+    if output_part is not None and not 0 < output_part < 1:
+        raise ValueError(f"output_part: got {output_part!r}; accepted: None, or a number between 0 and 1")
     if position not in ("first", "last", "random"):
         raise ValueError(f"position: got {position!r}; accepted: 'first', 'last', 'random'")
     rng = np.random.default_rng(seed)
@@ -117,15 +121,19 @@ def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, pos
         q -= (q @ direction)[..., None] * direction
         rows -= (rows @ direction)[:, None] * direction
     q += length * score
-    rows[1:] += length * shared
+    share = (shape.topk - 1) * math.exp(-margin) / (1 + (shape.topk - 1) * math.exp(-margin))
+    ratio = 1.0  # of the others' length to the dominant row's
+    if output_part is not None:
+        ratio = output_part / math.sqrt(1 - output_part**2) * (1 - share) / share
+    rows[1:] += ratio * length * shared
     rows[0] = math.sqrt(max(length**2 - margin**2, 0.0)) * own + margin * score
     lists = _lists(rng, shape)
     for row in lists:
         others = row[row != 0][: shape.topk - 1]
         at = {"first": 0, "last": others.size, "random": int(rng.integers(others.size + 1))}[position]
         row[:] = np.insert(others, at, 0)
-    share = (shape.topk - 1) * math.exp(-margin) / (1 + (shape.topk - 1) * math.exp(-margin))
-    return _build("dominant_key", shape, q, rows, lists, margin=margin, position=position, tail_share=share)
+    part = share * ratio / math.hypot(share * ratio, 1 - share)
+    return _build("dominant_key", shape, q, rows, lists, margin=margin, position=position, tail_share=share, output_part=part)
 
 
 def ones(shape: Shape = Shape(), seed: int = 0, margin: float = 7.0) -> Inputs:

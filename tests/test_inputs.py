@@ -58,6 +58,18 @@ def test_dominant_key_has_its_margin_and_its_tail_a_fifth(position):
     torch.testing.assert_close(share, torch.full_like(share, made.about["tail_share"]), rtol=0, atol=0.01)
 
 
+def test_the_dominant_keys_tail_carries_the_part_of_the_output_that_it_says():
+    for asked in (None, 0.2):
+        made = inputs.dominant_key(Shape(tokens=1), output_part=asked)
+        whole, _ = reference.sparse_mla(made.q, made.rows.bfloat16(), made.kv_indptr, made.kv_indices, made.softmax_scale)
+        values = made.rows.clone()
+        values[0] = 0  # the weights stay what they were: only what the dominant key adds is gone
+        weights = scores(made).softmax(-1)
+        tail = weights @ values[made.kv_indices.long()]
+        part = tail.norm() / whole.norm()
+        assert abs(part - made.about["output_part"]) < 0.01 and (asked is None or made.about["output_part"] == pytest.approx(asked))
+
+
 def test_ones_is_one_whatever_the_weights():
     made = inputs.ones(Shape(tokens=1, heads=2, qk_rope_head_dim=64, topk=64, slots=100), margin=7.0)
     out, lse = reference.sparse_mla(made.q, made.rows.bfloat16(), made.kv_indptr, made.kv_indices, made.softmax_scale)

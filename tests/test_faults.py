@@ -1,0 +1,148 @@
+"""Planted faults: each guard passes on the code as it is, and fails once its fault is planted in it.
+
+The faults are planted in a copy of the source, which then takes the module's place.
+"""
+
+import dataclasses
+import importlib.util
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from cases import DEVICE
+from mla_lab import Recipe, arch, attention, cache, emulate, inputs, metrics, portable, reference, sparse_mla_fwd
+from mla_lab.inputs import Shape
+from mla_lab.kernels import sparse_mla as kernels
+
+BACKENDS = ["emulate", "triton"]
+SHAPE = Shape(tokens=1, heads=2, topk=2048, slots=2048)
+
+
+def call(made, packed, backend, recipe=None, name="gfx942", **options):
+    options = dict(kv_splits=1, return_lse=True) | options
+    return sparse_mla_fwd(made.q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, kv_scale=packed.scale,
+                          kv_lora_rank=made.kv_lora_rank, qk_rope_head_dim=made.qk_rope_head_dim, arch=name, backend=backend,
+                          **(dict(dot_precision="fp8") if recipe is None else dict(recipe=recipe)), **options)
+
+
+def guard_tail(backend):
+    """The published focused case: a tail that carries a fifth survives fp8 dots in gfx942's own profile."""
+    made = inputs.dominant_key(SHAPE).to(DEVICE)
+    packed = cache.pack_fp8_scalar(made.rows, "e4m3fnuz")
+    truth, _ = reference.sparse_mla(made.q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, kv_scale=packed.scale, arch="gfx942")
+    assert metrics.relative_l2(call(made, packed, backend)[0], truth) < 0.02
+
+
+def guard_lse(backend):
+    """The LSE is exact to f32 whatever P is rounded to."""
+    made = inputs.ones(Shape(tokens=1, heads=2, qk_rope_head_dim=32, topk=2048, slots=2048), margin=7.0).to(DEVICE)
+    packed = cache.pack_fp8_scalar(made.rows, "e4m3fnuz", scale=1.0)
+    for s in (1.0, 128.0):
+        _, lse = call(made, packed, backend, Recipe("fp8", "fp8", s))
+        torch.testing.assert_close(lse, torch.full_like(lse, math.log(1 + 2047 * math.exp(-7))), rtol=1e-6, atol=0)
+
+
+def guard_bytes(backend):
+    """Bytes that ml_dtypes wrote as e4m3fnuz, over numpy in f64: nothing of mla_lab's codec is on the right side."""
+    made = inputs.normal(Shape(tokens=1, heads=2, topk=128, slots=128))
+    scale = 0.02
+    codes = (made.rows.numpy() / scale).astype(ml_dtypes.float8_e4m3fnuz)
+    rows = codes.astype(np.float64)[made.kv_indices] * scale
+    weights = np.exp(made.q[0].double().numpy() @ rows.T * made.softmax_scale)
+    want = weights @ rows / weights.sum(-1, keepdims=True)
+    made = made.to(DEVICE)
+    packed = cache.Packed(torch.from_numpy(codes.view(np.uint8)).to(DEVICE), torch.tensor([scale], device=DEVICE))
+    for recipe, worst in ((Recipe(), 3e-3), (Recipe("bf16", "fp8"), 0.03), (None, 0.055)):
+        out, _ = call(made, packed, backend, recipe)
+        assert metrics.relative_l2(out[0].cpu(), torch.from_numpy(want)) < worst
+
+
+def guard_splits(backend):
+    """Split-K and its merge give what one pass gives, up to P's rounding."""
+    made = inputs.dominant_key(SHAPE, position="random").to(DEVICE)
+    packed = cache.pack_fp8_scalar(made.rows, "e4m3fnuz")
+    one, lse = call(made, packed, backend, Recipe())
+    three, lse_three = call(made, packed, backend, Recipe(), kv_splits=3)
+    assert metrics.relative_l2(three, one) < 4e-3
+    torch.testing.assert_close(lse_three, lse, rtol=1e-5, atol=1e-5)
+
+
+def guard_head_blocks(backend):
+    """Q has one scale per block of 16 heads: a block of tiny queries must not be flushed by a neighbour's scale."""
+    made = inputs.normal(Shape(tokens=1, heads=32, topk=1, slots=1)).to(DEVICE)
+    made.q[:, 16:] *= 2**-20
+    packed = cache.pack_fp8_scalar(made.rows, "e4m3fnuz")
+    _, lse = call(made, packed, backend)  # of one key: its score
+    _, truth = reference.sparse_mla(made.q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, kv_scale=packed.scale, arch="gfx942")
+    assert metrics.relative_l2(lse[:, 16:], truth[:, 16:]) < 0.06  # 2.6% is Q's own rounding, over a mean score of 0
+
+
+GUARDS = [guard_tail, guard_lse, guard_bytes, guard_splits, guard_head_blocks]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda g: g.__name__)
+def test_guard_passes_on_the_code_as_it_is(guard, backend):
+    guard(backend)
+
+
+def planted(module, old, new, folder):
+    """`module` with `old` replaced in its source; `old` must be there."""
+    source = Path(module.__file__).read_text()
+    assert old in source, f"the fault's place is gone from {module.__name__}: {old!r}"
+    path = folder / f"planted_{Path(module.__file__).name}"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+FAULTS = {
+    "emulator forgets to divide the P scale out": (guard_tail, emulate, "value_scale = value_scale / value_scale.new_tensor(p_scale)", "pass"),
+    "emulator forgets to apply the P scale": (guard_tail, emulate, "formats.encode(p * p_scale, profile", "formats.encode(p, profile"),
+    "emulator's sum is taken over the rounded P": (guard_lse, emulate, "p.sum(-1, keepdim=True)  # before", "(_round_p(p, p_scale, profile, recipe) / p_scale).sum(-1, keepdim=True)  # before"),
+    "emulator reads fnuz as fn": (guard_bytes, emulate, "lists.gather_pool(kv_buffer, slot, profile.encoding)", "lists.gather_pool(kv_buffer, slot, 'e4m3fn')"),
+    "emulator merges splits without their maxima": (guard_splits, emulate, "weight = torch.exp2(parts.max - safe)", "weight = torch.ones_like(parts.max)"),
+    "emulator drops the last tile of a split": (guard_splits, emulate, "for lo in range(0, slot.shape[1], block_k):", "for lo in range(0, slot.shape[1] - block_k, block_k):"),
+    "emulator has one Q scale for all heads": (guard_head_blocks, emulate, ".amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX)", ".amax((-1, -2), keepdim=True).expand(-1, blocks, 1).clamp_min(SMALLEST_AMAX)"),
+    "kernel forgets to divide the P scale out": (guard_tail, kernels, "value_scale = tl.div_rn(value_scale, p_scale)", "value_scale = value_scale * 1.0"),
+    "kernel forgets to apply the P scale": (guard_tail, kernels, "_encode(p * p_scale,", "_encode(p,"),
+    "kernel's sum is taken over the rounded P": (guard_lse, kernels, "tl.sum(p, 1)", "tl.sum(_widen(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32) / p_scale, 1)"),
+    "kernel reads fnuz as fn": (guard_bytes, kernels, "decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ, False)", "decode_f32(code, 3, 7, 0x7E, False, False)"),
+    "kernel merges splits without their maxima": (guard_splits, kernels, "weight = tl.exp2(tl.load(part_max + one) - safe_max)", "weight = tl.exp2(tl.load(part_max + one) * 0.0)"),
+    "kernel drops the last tile of a split": (guard_splits, kernels, "for lo in range(first, last, BLOCK_K):", "for lo in range(first, last - BLOCK_K, BLOCK_K):"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_guard_fails_on_its_fault(what, monkeypatch, tmp_path):
+    guard, module, old, new = FAULTS[what]
+    copy = planted(module, old, new, tmp_path)
+    if module is emulate:
+        monkeypatch.setattr(attention, "emulate", copy)
+        backend = "emulate"
+    else:
+        monkeypatch.setattr(portable, "kernels", copy)
+        backend = "triton"
+    with pytest.raises(AssertionError):
+        guard(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_guard_fails_if_gfx942s_p_scale_becomes_1(backend, monkeypatch):
+    monkeypatch.setitem(arch.PROFILES, "gfx942", dataclasses.replace(arch.PROFILES["gfx942"], p_scale=1.0))
+    with pytest.raises(AssertionError):
+        guard_tail(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_guard_fails_if_the_profile_reads_fn(backend, monkeypatch):
+    """Reference and emulator would misread alike and agree: only bytes from elsewhere show it."""
+    monkeypatch.setitem(arch.PROFILES, "gfx942", dataclasses.replace(arch.PROFILES["gfx942"], encoding=arch.PROFILES["gfx950"].encoding))
+    with pytest.raises(AssertionError):
+        guard_bytes(backend)

@@ -10,7 +10,8 @@ run: setup
 	$(BIN)/mla-lab run
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval notebooks
 
 lab: setup
 	$(BIN)/jupyter lab notebooks

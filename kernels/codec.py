@@ -10,21 +10,20 @@ import triton.language as tl
 
 
 @triton.jit
-def decode_f32(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, FNUZ: tl.constexpr,
-               INFINITY: tl.constexpr):
-    """uint8 codes to f32, exactly. INFINITY: the encoding has one, at MAX_CODE + 1."""
+def decode_f32(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, FNUZ: tl.constexpr):
+    """uint8 codes to f32, exactly."""
     c = code.to(tl.int32)
     magnitude = c & 0x7F
-    # In f32's own fields the code reads as its value times 2^(BIAS - 127), subnormals included: one multiplication
-    # by a power of two, exact as long as the backend keeps f32 subnormals, which the codec's test on it shows.
+    # In f32's own fields a code reads as its value times 2^(BIAS - 127), subnormals included: one multiplication by a
+    # power of two, exact as long as the backend keeps f32 subnormals, which the codec's test on it shows.
     REBIAS: tl.constexpr = 2.0 ** (127 - BIAS)
-    value = ((magnitude << (23 - MANTISSA)) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True) * REBIAS
+    # All exponent bits set where the code is not finite, by arithmetic: a select needs a mask register per value. An
+    # infinity (e5m2) keeps its empty mantissa, a NaN its full one.
     if FNUZ:
-        return tl.where(c == 0x80, float("nan"), value)
-    if INFINITY:
-        value = tl.where(magnitude == MAX_CODE + 1, tl.where(c >= 0x80, float("-inf"), float("inf")), value)
-        return tl.where(magnitude > MAX_CODE + 1, float("nan"), value)
-    return tl.where(magnitude > MAX_CODE, float("nan"), value)
+        special = (((c ^ 0x80) - 1) >> 31) & 0x7FC00000
+    else:
+        special = -((magnitude + (127 - MAX_CODE)) >> 7) & 0x7F800000
+    return (((magnitude << (23 - MANTISSA)) | ((c & 0x80) << 24)) | special).to(tl.float32, bitcast=True) * REBIAS
 
 
 @triton.jit
@@ -63,11 +62,11 @@ def round_to_bf16(x):
 
 @triton.jit
 def decode_kernel(codes, out, n, BLOCK: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-                  MAX_CODE: tl.constexpr, FNUZ: tl.constexpr, INFINITY: tl.constexpr):
+                  MAX_CODE: tl.constexpr, FNUZ: tl.constexpr):
     """One-dimensional `decode_f32`, so that the codec can be held against its truth on each backend."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(codes + at, mask=at < n, other=0)
-    tl.store(out + at, decode_f32(code, MANTISSA, BIAS, MAX_CODE, FNUZ, INFINITY), mask=at < n)
+    tl.store(out + at, decode_f32(code, MANTISSA, BIAS, MAX_CODE, FNUZ), mask=at < n)
 
 
 @triton.jit

@@ -49,11 +49,11 @@ def _encode(x, FNUZ: tl.constexpr, NATIVE_CAST: tl.constexpr):
 def _widen(code, FNUZ: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
     """fp8 codes to bf16, exactly (to f32 in the interpreter)."""
     if INTERPRET:
-        return decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ, False)
+        return decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ)
     elif NATIVE_CAST:
         return decode_native(code, FNUZ)
     else:
-        wide = decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ, False)
+        wide = decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ)
         # The value fits into the upper half: taking it spares the rounding, a long path where bf16 casts are software.
         return (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 

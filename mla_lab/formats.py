@@ -62,6 +62,11 @@ class Fp8Format:
         """The largest magnitude that rounds to zero: half the smallest subnormal (the tie goes to even, 0)."""
         return self.smallest_subnormal / 2
 
+    @property
+    def largest_p_scale(self) -> float:
+        """The largest power of two that is in range: P, at most 1, times it does not saturate. 128 or 256 in e4m3."""
+        return 2.0 ** math.floor(math.log2(self.max_finite))
+
     def value(self, code: int) -> float:
         """The value of one code (0 to 255), by the definition of the encoding: the slow truth beside `decode`."""
         sign, magnitude = code >> 7, code & 0x7F

@@ -19,7 +19,14 @@ def arguments(**changes):
         kv_scale=packed.scale, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, arch="gfx942",
     )
     made = {**usual, **changes}
-    return {k: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type != OTHER else v for k, v in made.items()}
+    return {k: on_device(v) if isinstance(v, torch.Tensor) and v.device.type != OTHER else v for k, v in made.items()}
+
+
+def on_device(tensor):
+    """On DEVICE with the same strides: `to` alone would make a strided tensor dense."""
+    if tensor.is_contiguous():
+        return tensor.to(DEVICE)
+    return torch.as_strided(tensor._base.to(DEVICE), tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def bf16(*shape):

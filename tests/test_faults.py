@@ -113,7 +113,7 @@ FAULTS = {
     "kernel forgets to divide the P scale out": (guard_tail, kernels, "value_scale = tl.div_rn(value_scale, p_scale)", "value_scale = value_scale * 1.0"),
     "kernel forgets to apply the P scale": (guard_tail, kernels, "_encode(p * p_scale,", "_encode(p,"),
     "kernel's sum is taken over the rounded P": (guard_lse, kernels, "tl.sum(p, 1)", "tl.sum(_widen(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32) / p_scale, 1)"),
-    "kernel reads fnuz as fn": (guard_bytes, kernels, "decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ, False)", "decode_f32(code, 3, 7, 0x7E, False, False)"),
+    "kernel reads fnuz as fn": (guard_bytes, kernels, "decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ)", "decode_f32(code, 3, 7, 0x7E, False)"),
     "kernel merges splits without their maxima": (guard_splits, kernels, "weight = tl.exp2(tl.load(part_max + one) - safe_max)", "weight = tl.exp2(tl.load(part_max + one) * 0.0)"),
     "kernel drops the last tile of a split": (guard_splits, kernels, "for lo in range(first, last, BLOCK_K):", "for lo in range(first, last - BLOCK_K, BLOCK_K):"),
 }

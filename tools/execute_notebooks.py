@@ -1,0 +1,30 @@
+"""Runs the notebooks with their default parameters and stores the outputs in them, without what changes from run to run.
+
+    python tools/execute_notebooks.py [notebooks/01_fnuz_underflow.ipynb ...]
+"""
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from tqdm import tqdm
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def main(paths):
+    for path in tqdm(paths, desc="notebooks"):
+        notebook = nbformat.read(path, as_version=4)
+        NotebookClient(notebook, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(path.parent)}}).execute()
+        notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                # A progress bar's remains say nothing to a reader.
+                cell.outputs = [o for o in cell.outputs if not (o.output_type == "stream" and o.name == "stderr")]
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main([Path(p) for p in sys.argv[1:]] or sorted(NOTEBOOKS.glob("*.ipynb")))

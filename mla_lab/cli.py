@@ -62,7 +62,7 @@ def bench(out, repeats):
     from mla_lab import bench as benchmark
     from mla_lab.notebook import write_table
 
-    frame = benchmark.run(repeats, command=" ".join(["mla-lab", *sys.argv[1:]]))
+    frame = benchmark.run(repeats, command=f"mla-lab bench --repeats {repeats}")
     click.echo(frame.drop(columns=["device", "versions", "seed", "command"]).to_string(index=False))
     click.echo(f"{frame.device.iloc[0]}; {frame.versions.iloc[0]}")
     if out:

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test lab setup clean
+.PHONY: run test test-gpu lab setup clean
 
 run: setup
 	$(BIN)/mla-lab run
@@ -12,6 +12,11 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval notebooks
+
+# The contract's tests on the device that is there, with the Python that has its torch: .venv's, else $(PYTHON).
+CONTRACT := codec cache attention sparse_mla laws faults flashmla operator size fuzz
+test-gpu:
+	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -n $(or $(WORKERS),12) -rs --durations=5 $(CONTRACT:%=tests/test_%.py)
 
 lab: setup
 	$(BIN)/jupyter lab notebooks

@@ -123,6 +123,32 @@ def _finish(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
     return out, lse2 * LN_2
 
 
+@triton.jit
+def _tile_rows(indices, start, lo, last, slots, stride_kv_block, stride_kv_row, KV_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, HAS_INVALID: tl.constexpr):
+    """Of a tile of listed keys: the rows' offsets in bytes or elements, which are there, and which are out of range."""
+    at = lo + tl.arange(0, BLOCK_K)
+    listed = at < last
+    slot = tl.load(indices + start + at, mask=listed, other=-1).to(tl.int64)
+    valid = (slot >= 0) & (slot < slots)
+    if HAS_INVALID:
+        wrong = listed & ((slot < -1) | (slot >= slots))
+    else:
+        wrong = listed & ~valid
+    return (slot // KV_BLOCK) * stride_kv_block + (slot % KV_BLOCK) * stride_kv_row, valid, wrong
+
+
+@triton.jit
+def _softmax_step(scores, valid, wrong, row_max, row_sum):
+    """Masks a tile's scores (log2) and moves the online softmax on: p, what the accumulator shrinks by, maximum, sum."""
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    scores = tl.where(wrong[None, :], float("nan"), scores)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: -inf - -inf would be NaN
+    alpha = tl.exp2(row_max - safe_max)
+    p = tl.exp2(scores - safe_max[:, None])
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
 @triton.jit(repr=kernel_name)
 def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, part_max, part_sum,
            score_scale, p_scale, slots, heads, splits,
@@ -191,11 +217,8 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
     row_sum = tl.zeros([HEAD_BLOCK], tl.float32)
     acc = tl.zeros([HEAD_BLOCK, RANK_PAD], tl.float32)
     for lo in range(first, last, BLOCK_K):
-        at = lo + tl.arange(0, BLOCK_K)
-        listed = at < last
-        slot = tl.load(indices + start + at, mask=listed, other=-1).to(tl.int64)
-        valid = (slot >= 0) & (slot < slots)
-        row = kv + (slot // KV_BLOCK) * stride_kv_block + (slot % KV_BLOCK) * stride_kv_row
+        row, valid, wrong = _tile_rows(indices, start, lo, last, slots, stride_kv_block, stride_kv_row, KV_BLOCK, BLOCK_K, HAS_INVALID)
+        row = kv + row
         latent = _load_kv(row[:, None] + rank[None, :], valid[:, None] & rank_in[None, :], CACHE_FP8, INTERPRET)
 
         if CACHE_FP8:
@@ -214,18 +237,7 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
                 else:
                     k_rope = _widen(k_rope, FNUZ, NATIVE_CAST, INTERPRET)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        scores = tl.where(valid[None, :], scores * scale, float("-inf"))
-        if HAS_INVALID:
-            wrong = listed & ((slot < -1) | (slot >= slots))
-        else:
-            wrong = listed & ~valid
-        scores = tl.where(wrong[None, :], float("nan"), scores)
-
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key yet: -inf - -inf would be NaN
-        alpha = tl.exp2(row_max - safe_max)
-        p = tl.exp2(scores - safe_max[:, None])
-        row_sum = row_sum * alpha + tl.sum(p, 1)
+        p, alpha, row_max, row_sum = _softmax_step(scores * scale, valid, wrong, row_max, row_sum)
         if P_FP8:
             p_operand = _fp8_operand(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
             v = _fp8_operand(latent, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
@@ -233,7 +245,6 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
             p_operand = _bf16_operand(p, INTERPRET)
             v = _widen(latent, FNUZ, NATIVE_CAST, INTERPRET) if CACHE_FP8 else latent
         acc = tl.dot(p_operand, v, acc * alpha[:, None], input_precision="ieee")
-        row_max = new_max
 
     acc = acc * value_scale
     if WRITE_PARTS:

@@ -8,7 +8,9 @@ this is: in a Triton kernel where there is a GPU, in an emulator where there is 
 
 __version__ = "0.1.0"
 
-from mla_lab.attention import sparse_mla_fwd
+from mla_lab import operator as _operator  # registers torch.ops.mla_lab.sparse_mla_fwd
+from mla_lab.attention import merge_parts, sparse_mla_fwd
+from mla_lab.flashmla import flash_mla_sparse_fwd
 from mla_lab.recipe import Recipe
 
-__all__ = ["Recipe", "__version__", "sparse_mla_fwd"]
+__all__ = ["Recipe", "__version__", "flash_mla_sparse_fwd", "merge_parts", "sparse_mla_fwd"]

@@ -21,7 +21,8 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     """Sparse (top-k gathered) multi-head latent attention, forward. C query tokens, H heads, R = rank + rope columns.
 
     q: [C, H, R] bf16, or fp8 in the arch's encoding with q_scale [1] f32. kv_buffer: [slots, R], [blocks, block, R] or
-    [slots, 1, 1, R], bf16, or fp8 in the arch's encoding (typed, or a uint8 view) with kv_scale [1] f32.
+    [slots, 1, 1, R], bf16, or fp8 in the arch's encoding (typed, or a uint8 view) with kv_scale [1] f32; or, for 512 + 64
+    columns, a packed cache [blocks, block, 656] uint8 without kv_scale (see mla_lab.cache). Strides are honoured.
     kv_indptr: [C + 1] int32 or int64, prefix sums of each query's number of keys. kv_indices: flat int32 or int64
     slots; with has_invalid, -1 is a hole. out: optional [C, H, >= kv_lora_rank] bf16, written in its leading columns.
     attn_sink: [H] f32, natural log: one more key without a value.
@@ -31,8 +32,8 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     leaves it to the launch policy. backend: "auto" (Triton on a GPU, the emulator elsewhere), "triton", "emulate".
 
     Returns (out [C, H, kv_lora_rank] bf16, natural-log LSE [C, H] f32 or None). A query without a key gives zeros and
-    -inf (the sink, where there is one). With skip_reduce and kv_splits above 1, returns (Parts, None), unmerged (see
-    emulate.Parts). An index out of range is a ValueError in the emulator and under check_indices (which reads device
+    -inf (the sink, where there is one). With skip_reduce it returns (Parts, None) instead, the splits unmerged and without
+    the sink (see emulate.Parts), for merge_parts. An index out of range is a ValueError in the emulator and under check_indices (which reads device
     data); elsewhere its own query becomes NaN and nothing is read there.
 
     Raises ValueError, naming the argument, what came and what is accepted.
@@ -70,11 +71,28 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
         q, kv_buffer, kv_indptr, kv_indices, softmax_scale, profile=profile, recipe=recipe, block_k=launch.block_k,
         kv_splits=kv_splits, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, q_scale=q_scale,
     )
-    if skip_reduce and kv_splits > 1:
+    if skip_reduce:
         return parts, None
     result, lse = emulate.merge(parts, attn_sink)
     out = result.bfloat16() if out is None else out[..., :kv_lora_rank].copy_(result)
     return out, (lse if return_lse else None)
+
+
+def merge_parts(parts, attn_sink=None):
+    """(out [C, H, kv_lora_rank] bf16, natural-log LSE [C, H] f32) of Parts, or of a list of Parts over disjoint keys.
+
+    For context parallelism: each rank attends over its own keys with skip_reduce=True, and their parts merge to what one
+    call over all keys gives. attn_sink [H] f32 belongs here, once, not to the ranks. No synchronization. Raises
+    ValueError for an empty list, or for parts of different tokens, heads or ranks.
+    """
+    every = [parts] if isinstance(parts, emulate.Parts) else list(parts)
+    if not every:
+        raise ValueError("parts: got an empty list; accepted: Parts, or a list of one or more")
+    shapes = {(p.acc.shape[0], *p.acc.shape[2:]) for p in every}
+    if len(shapes) > 1:
+        raise ValueError(f"parts: got (tokens, heads, rank) {sorted(shapes)}; accepted: the same for all")
+    out, lse = emulate.merge(emulate.Parts(*(torch.cat(tensors, 1) for tensors in zip(*every))), attn_sink)
+    return out.bfloat16(), lse
 
 
 def _check_q(q, kv_lora_rank, qk_rope_head_dim):

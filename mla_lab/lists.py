@@ -44,19 +44,23 @@ def padded(starts: torch.Tensor, lengths: torch.Tensor, kv_indices: torch.Tensor
 class Pool(NamedTuple):
     """rows: [n + 1, R], each slot that is asked for once, then a row of zeros. at: [B, L] places in `rows`.
 
-    A hole has the place of the zeros: no slot's data, NaN or not, stands in for it.
+    scales: [n + 1, 4] f32 of a packed cache's groups, or None. A hole has the place of the zeros: no slot's data, NaN or
+    not, stands in for it.
     """
 
     rows: torch.Tensor
     at: torch.Tensor
+    scales: torch.Tensor | None
 
 
-def gather_pool(kv_buffer: torch.Tensor, slot: torch.Tensor, encoding, dtype: torch.dtype = torch.float32) -> Pool:
-    """The rows of the slots [B, L] (negative: a hole), decoded to `dtype` without the scale. Reads no other row."""
+def gather_pool(kv_buffer: torch.Tensor, slot: torch.Tensor, encoding, dtype: torch.dtype = torch.float32, packed: bool = False) -> Pool:
+    """The rows of the slots [B, L] (negative: a hole), decoded to `dtype` without their scales. Reads no other row."""
     used, at = torch.unique(slot.clamp_min(-1), return_inverse=True)
     holes = bool(used.numel()) and int(used[0]) == -1
     used = used[1:] if holes else used
-    rows = cache.gather(kv_buffer, used, encoding, dtype)
+    rows, scales = cache.gather(kv_buffer, used, encoding, dtype, packed)
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    if scales is not None:
+        scales = torch.cat([scales, scales.new_zeros(1, scales.shape[1])])
     at = at - 1 if holes else at
-    return Pool(rows, torch.where(slot < 0, used.numel(), at))
+    return Pool(rows, torch.where(slot < 0, used.numel(), at), scales)

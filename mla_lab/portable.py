@@ -1,4 +1,4 @@
-"""Launches kernels/sparse_mla.py: the portable Triton kernel on a GPU, or in Triton's interpreter on a CPU."""
+"""Launches kernels/sparse_mla.py and sparse_mla_packed.py: portable Triton on a GPU, or in its interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from mla_lab.arch import HEAD_BLOCK, Launch, Profile, device_arch
-from mla_lab.cache import flat_rows, slots
+from mla_lab.cache import flat_rows, is_packed, slots
 from mla_lab.emulate import Parts
 from mla_lab.formats import FORMAT_OF_DTYPE, E4M3FN, E4M3FNUZ, Fp8Format
 from mla_lab.kernels import sparse_mla as kernels
+from mla_lab.kernels import sparse_mla_packed as packed_kernels
 from mla_lab.numerics import LOG2_E
 from mla_lab.recipe import Recipe
 
@@ -18,6 +19,11 @@ INTERPRETED = isinstance(kernels.attend, InterpretedFunction)
 
 SMALLEST_DOT = 32
 """A product of fp8 values contracts over at least 32 columns; narrower ones are padded with zeros."""
+
+
+PACKED_CONSTANTS = ("KV_BLOCK", "BLOCK_K", "FP8_MAX", "Q_FP8", "Q_GIVEN", "P_FP8", "FNUZ", "HAS_INVALID", "HAS_SINK", "WRITE_LSE",
+                    "WRITE_PARTS", "NATIVE_DOT", "NATIVE_CAST", "INTERPRET")
+"""Those of `constants` that kernels.attend_packed takes: its widths are fixed."""
 
 
 def constants(profile: Profile, recipe: Recipe, launch: Launch, *, kv_lora_rank: int, qk_rope_head_dim: int, kv_block: int,
@@ -54,20 +60,20 @@ def _bytes(tensor):
 def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, profile: Profile, recipe: Recipe, launch: Launch,
                kv_splits: int, kv_scale, kv_lora_rank: int, q_scale, attn_sink, has_invalid: bool, out, return_lse: bool,
                skip_reduce: bool):
-    """(out, lse or None), or (Parts, None) with skip_reduce and more than one split. Arguments already checked."""
+    """(out, lse or None), or (Parts, None) with skip_reduce. Arguments already checked."""
     tokens, heads, width = q.shape
     device = q.device
     native = native_encoding(device) == profile.encoding
     compile_time = constants(
         profile, recipe, launch, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=width - kv_lora_rank, kv_block=flat_rows(kv_buffer).shape[1],
         cache_fp8=kv_scale is not None, q_given=q_scale is not None, native_dot=native, native_cast=native and device_arch(device) in TESTED_CASTS,
-        has_invalid=has_invalid, has_sink=attn_sink is not None, write_lse=return_lse, write_parts=kv_splits > 1, interpret=INTERPRETED,
+        has_invalid=has_invalid, has_sink=attn_sink is not None, write_lse=return_lse, write_parts=kv_splits > 1 or skip_reduce, interpret=INTERPRETED,
     )
     if out is None:
         out = torch.empty(tokens, heads, kv_lora_rank, dtype=torch.bfloat16, device=device)
     lse = torch.empty(tokens, heads, device=device) if return_lse else None
     parts = None
-    if kv_splits > 1:
+    if kv_splits > 1 or skip_reduce:
         parts = Parts(
             torch.empty(tokens, kv_splits, heads, kv_lora_rank, device=device),
             torch.empty(tokens, kv_splits, heads, device=device),
@@ -76,10 +82,17 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, pro
     if tokens > 0:
         rows = flat_rows(_bytes(kv_buffer))
         acc, maxima, sums = parts if parts is not None else (None, None, None)
-        sink = attn_sink if kv_splits == 1 else None
+        sink = attn_sink if parts is None else None
         compile_time["HAS_SINK"] = sink is not None
-        kernels.attend[(tokens, triton.cdiv(heads, HEAD_BLOCK), kv_splits)](
-            _bytes(q), rows, kv_indptr, kv_indices, q_scale, kv_scale, sink, out, lse, acc, maxima, sums,
+        packed = kv_scale is None and is_packed(kv_buffer)
+        if packed:
+            cache_arguments = (rows, rows.view(torch.float32), rows.view(torch.bfloat16))
+            compile_time = {name: compile_time[name] for name in PACKED_CONSTANTS}
+        else:
+            cache_arguments = (rows,)
+        kernel = packed_kernels.attend_packed if packed else kernels.attend
+        kernel[(tokens, triton.cdiv(heads, HEAD_BLOCK), kv_splits)](
+            _bytes(q), *cache_arguments, kv_indptr, kv_indices, q_scale, *(() if packed else (kv_scale,)), sink, out, lse, acc, maxima, sums,
             softmax_scale * LOG2_E, _p_scale(profile, recipe), slots(kv_buffer), heads, kv_splits,
             q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
             **compile_time, num_warps=launch.num_warps, num_stages=launch.num_stages,

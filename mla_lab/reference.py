@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_lab import formats, lists
+from mla_lab import cache, formats, lists
 from mla_lab.arch import Profile, get_profile
 from mla_lab.numerics import full_precision_matmul
 
@@ -30,7 +30,8 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, kv_
     tokens, heads, width = q.shape
     starts, lengths = kv_indptr[:-1].long(), kv_indptr.long().diff()
     # The output scales with V's scale and the scores with K's: the rows themselves stay as the cache has them.
-    scale = 1.0 if kv_buffer.dtype == torch.bfloat16 else kv_scale.to(dtype).reshape(1)
+    packed = kv_scale is None and cache.is_packed(kv_buffer)
+    scale = 1.0 if packed or kv_buffer.dtype == torch.bfloat16 else kv_scale.to(dtype).reshape(1)
     out = torch.zeros(tokens, heads, kv_lora_rank, dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     per_token = max(1, int(lengths.max()) if tokens else 1) * (width * dtype.itemsize + heads * dtype.itemsize * 4)
@@ -41,8 +42,9 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, kv_
             slot = lists.padded(starts[part], lengths[part], kv_indices)
             if slot.shape[1] == 0:
                 continue
-            pool = lists.gather_pool(kv_buffer, slot, encoding, dtype)
-            rows = pool.rows[pool.at]
+            pool = lists.gather_pool(kv_buffer, slot, encoding, dtype, packed)
+            rows = pool.rows if pool.scales is None else cache.apply_group_scales(pool.rows, pool.scales)
+            rows = rows[pool.at]
             scores = torch.bmm(q[part], rows.mT) * (scale * softmax_scale)
             scores = scores.masked_fill((slot < 0)[:, None, :], -torch.inf)
             lse[part] = torch.logsumexp(scores, dim=-1)

@@ -18,7 +18,8 @@ FP8_QK, FP8_PV = Recipe("fp8", "bf16"), Recipe("bf16", "fp8")
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: keys per query token. holes: share of the indices that is -1."""
+    """lengths: keys per query token. holes: share of the indices that is -1. cache "fp8_dsv32_mla_p2": scales that are
+    powers of two."""
 
     lengths: tuple[int, ...] = (70, 0, 131)
     heads: int = 20
@@ -63,6 +64,8 @@ def make(case: Case, device=DEVICE) -> Tensors:
     rows = torch.from_numpy(rng.standard_normal((case.slots, width), np.float32))
     if case.cache == "bf16":
         packed = cache.pack_bf16(rows)
+    elif case.cache.startswith("fp8_dsv32"):
+        packed = cache.pack_fp8_dsv32(rows.view(-1, 10, width), PROFILES[case.arch].encoding, power_of_two=case.cache.endswith("p2"))
     else:
         packed = cache.pack_fp8_scalar(rows, PROFILES[case.arch].encoding)
     indices = rng.integers(0, case.slots, sum(case.lengths), dtype=np.int32)
@@ -91,4 +94,12 @@ WIDTHS = [
 ]
 RANKS = [Case(rank=rank, rope=rope, heads=3, lengths=(40, 5)) for rank in (16, 64, 256) for rope in (0, 16, 40)]
 SINKS = [Case(sink=True, splits=splits, lengths=(0, 50), heads=5, rope=0) for splits in (1, 2)]
-EVERY = MATRIX + HEADS + WIDTHS + RANKS + SINKS
+PACKED = [
+    Case(arch=arch, cache=kind, recipe=recipe, splits=splits, sink=splits > 1, holes=0.3 if splits > 1 else 0.0)
+    for arch in PROFILES
+    for kind in ("fp8_dsv32_mla", "fp8_dsv32_mla_p2")
+    for recipe in (BF16, FP8, FP8_QK, FP8_PV)
+    for splits in (1, 3)
+    if arch != "gfx950" or kind == "fp8_dsv32_mla"
+]
+EVERY = PACKED + MATRIX + HEADS + WIDTHS + RANKS + SINKS

@@ -161,3 +161,28 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="backend: got 'triton' on cpu; accepted there: 'emulate', or 'triton' with TRITON_INTERPRET=1"):
             sparse_mla_fwd(**arguments(backend="triton"))
+
+
+def packed_arguments(**changes):
+    packed = cache.pack_fp8_dsv32(torch.randn(4, 10, 576, generator=torch.Generator().manual_seed(0)), "e4m3fnuz")
+    return arguments(**dict(q=bf16(C, H, 576), kv_buffer=packed.buffer, kv_scale=None, kv_lora_rank=512, qk_rope_head_dim=64) | changes)
+
+
+PACKED_REFUSALS = {
+    "a packed cache with kv_scale": (dict(kv_scale=ONE), "kv_scale: got one with a packed cache .*; accepted: None"),
+    "another width": (dict(kv_buffer=u8(4, 10, 655)), "kv_scale: got None with an fp8 cache|kv_buffer: got rows of 655"),
+    "two dimensions": (dict(kv_buffer=u8(40, 656)), r"kv_buffer: got rows of 656 \(rows of 656 are packed ones: uint8 \[blocks, block, 656\]"),
+    "int8": (dict(kv_buffer=u8(4, 10, 656).view(torch.int8)), "kv_buffer: got torch.int8"),
+    "typed fp8": (dict(kv_buffer=u8(4, 10, 656).view(torch.float8_e4m3fnuz)), "kv_buffer: got rows of 656"),
+    "another rank": (dict(kv_lora_rank=256, q=bf16(C, H, 320)), "kv_buffer: got rows of 656"),
+    "a last stride": (dict(kv_buffer=u8(4, 10, 1312)[..., ::2]), "kv_buffer: got stride 2"),
+    "rows that are not aligned": (dict(kv_buffer=u8(4, 10, 658)[..., :656]), "kv_buffer: got strides and offset .*multiples of 4"),
+}
+
+
+@pytest.mark.parametrize("what", PACKED_REFUSALS, ids=str)
+def test_refusal_of_a_packed_cache(what):
+    changes, message = PACKED_REFUSALS[what]
+    with pytest.raises(ValueError, match=message):
+        sparse_mla_fwd(**packed_arguments(**changes))
+    assert sparse_mla_fwd(**packed_arguments())[0].shape == (C, H, 512)

@@ -80,3 +80,43 @@ def test_bf16():
     x = rows(4, 3, 16)
     packed = cache.pack_bf16(x)
     assert packed.scale is None and torch.equal(cache.unpack(packed.buffer, None, "e4m3fn"), x.bfloat16().float().view(12, 16))
+
+
+@pytest.mark.parametrize("name", E4M3)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_packed_rows_come_back(name, power_of_two):
+    fmt = formats.get_format(name)
+    x = rows(3, 7, 576)
+    x[..., 128:256] *= 1e-3
+    packed = cache.pack_fp8_dsv32(x, name, power_of_two)
+    assert packed.buffer.shape == (3, 7, 656) and packed.buffer.dtype == torch.uint8 and packed.scale is None
+    codes, scales, rope = cache.split_packed(packed.buffer)
+    assert torch.equal(rope, x[..., 512:].bfloat16())
+    largest = x[..., :512].unflatten(-1, (4, 128)).abs().amax(-1)
+    if power_of_two:
+        assert (torch.log2(scales) % 1 == 0).all() and (scales >= largest / fmt.max_finite).all() and (scales < 2 * largest / fmt.max_finite).all()
+    else:
+        assert torch.equal(scales, largest / fmt.max_finite)
+    back = cache.unpack(packed.buffer, None, name)
+    step = torch.maximum(x.abs() * 2**-4, torch.cat([scales.repeat_interleave(128, -1) * fmt.smallest_subnormal / 2, torch.ones(3, 7, 64)], -1))
+    assert ((back.view(3, 7, 576) - x).abs()[..., :512] <= 1.0001 * step[..., :512]).all()
+    assert packed.saturated == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.37, 1.99, 2.0])
+def test_packed_scales_are_read_as_exact_f32(scale):
+    """Two public readers cut them to powers of two."""
+    codes = torch.full((1, 1, 512), 0x38, dtype=torch.uint8)  # 1.0 in e4m3fn
+    scales = torch.full((1, 1, 4), scale / 448)
+    buffer = torch.cat([codes, scales.view(torch.uint8), torch.zeros(1, 1, 128, dtype=torch.uint8)], -1)
+    assert (cache.unpack(buffer, None, "e4m3fn")[0, :512] == scales[0, 0, 0]).all()
+
+
+def test_packed_layout_is_656_bytes_in_the_order_of_the_field():
+    x = torch.zeros(1, 1, 576)
+    x[..., 0], x[..., 300], x[..., 575] = 448.0, 2.0, -3.0
+    buffer = cache.pack_fp8_dsv32(x, "e4m3fn").buffer[0, 0]
+    assert buffer[0] == 0x7E and buffer[300] == 0x7E and (buffer[1:300] == 0).all()
+    assert buffer[512:528].view(torch.float32).tolist()[0] == 1.0 and buffer[528:].view(torch.bfloat16)[63] == -3.0
+    with pytest.raises(ValueError, match=r"rows: got shape \(4, 512\); accepted: \[blocks, block, 576\] or \[slots, 576\]"):
+        cache.pack_fp8_dsv32(torch.zeros(4, 512), "e4m3fn")

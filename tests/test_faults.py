@@ -17,6 +17,7 @@ from cases import DEVICE
 from mla_lab import Recipe, arch, attention, cache, emulate, inputs, metrics, portable, reference, sparse_mla_fwd
 from mla_lab.inputs import Shape
 from mla_lab.kernels import sparse_mla as kernels
+from mla_lab.kernels import sparse_mla_packed as packed_kernels
 
 BACKENDS = ["emulate", "triton"]
 SHAPE = Shape(tokens=1, heads=2, topk=2048, slots=2048)
@@ -81,7 +82,23 @@ def guard_head_blocks(backend):
     assert metrics.relative_l2(lse[:, 16:], truth[:, 16:]) < 0.06  # 2.6% is Q's own rounding, over a mean score of 0
 
 
-GUARDS = [guard_tail, guard_lse, guard_bytes, guard_splits, guard_head_blocks]
+def guard_packed(backend):
+    """Groups and keys whose scales lie decades apart: each scale must reach its own key and its own group, once."""
+    made = inputs.normal(Shape(tokens=1, heads=2, qk_rope_head_dim=64, topk=256, slots=256)).to(DEVICE)
+    rows = made.rows.clone()
+    rows[:, :128] *= 20.0
+    rows[:, 384:512] *= 0.02
+    rows[::3, :512] *= 0.1
+    packed = cache.pack_fp8_dsv32(rows, "e4m3fnuz")
+    for recipe, worst in ((Recipe(), 5e-3), (Recipe("bf16", "fp8"), 0.06)):
+        out, _ = call(made, packed, backend, recipe, kv_splits=2)
+        truth, _ = reference.sparse_mla(made.q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, arch="gfx942")
+        for g in range(4):  # by group: the largest would hide the others
+            columns = slice(128 * g, 128 * (g + 1))
+            assert metrics.relative_l2(out[..., columns], truth[..., columns]) < worst
+
+
+GUARDS = [guard_packed, guard_tail, guard_lse, guard_bytes, guard_splits, guard_head_blocks]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -106,13 +123,18 @@ FAULTS = {
     "emulator forgets to divide the P scale out": (guard_tail, emulate, "value_scale = value_scale / value_scale.new_tensor(p_scale)", "pass"),
     "emulator forgets to apply the P scale": (guard_tail, emulate, "formats.encode(p * p_scale, profile", "formats.encode(p, profile"),
     "emulator's sum is taken over the rounded P": (guard_lse, emulate, "p.sum(-1, keepdim=True)  # before", "(_round_p(p, p_scale, profile, recipe) / p_scale).sum(-1, keepdim=True)  # before"),
-    "emulator reads fnuz as fn": (guard_bytes, emulate, "lists.gather_pool(kv_buffer, slot, profile.encoding)", "lists.gather_pool(kv_buffer, slot, 'e4m3fn')"),
+    "emulator reads fnuz as fn": (guard_bytes, emulate, "lists.gather_pool(kv_buffer, slot, profile.encoding,", "lists.gather_pool(kv_buffer, slot, 'e4m3fn',"),
     "emulator merges splits without their maxima": (guard_splits, emulate, "weight = torch.exp2(parts.max - safe)", "weight = torch.ones_like(parts.max)"),
     "emulator drops the last tile of a split": (guard_splits, emulate, "for lo in range(0, slot.shape[1], block_k):", "for lo in range(0, slot.shape[1] - block_k, block_k):"),
     "emulator has one Q scale for all heads": (guard_head_blocks, emulate, ".amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX)", ".amax((-1, -2), keepdim=True).expand(-1, blocks, 1).clamp_min(SMALLEST_AMAX)"),
+    "emulator forgets the packed scales on the PV side": (guard_packed, emulate, "rows[..., columns]) * largest)", "rows[..., columns]))"),
+    "emulator takes one group's scales for all": (guard_packed, emulate, "scales[:, g, None, :]\n    rope", "scales[:, 0, None, :]\n    rope"),
+    "packed kernel forgets the scales on the PV side": (guard_packed, packed_kernels, 'input_precision="ieee") * largest', 'input_precision="ieee")'),
+    "packed kernel reads the rope columns two bytes off": (guard_packed, packed_kernels, "(LATENT + 16) // 2", "(LATENT + 14) // 2"),
+    "packed kernel takes one group's scales for all": (guard_packed, packed_kernels, "_group_scores(q3, c3, s3,", "_group_scores(q3, c3, s0,"),
     "kernel forgets to divide the P scale out": (guard_tail, kernels, "value_scale = tl.div_rn(value_scale, p_scale)", "value_scale = value_scale * 1.0"),
     "kernel forgets to apply the P scale": (guard_tail, kernels, "_encode(p * p_scale,", "_encode(p,"),
-    "kernel's sum is taken over the rounded P": (guard_lse, kernels, "tl.sum(p, 1)", "tl.sum(_widen(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32) / p_scale, 1)"),
+    "kernel's sum is taken over the rounded P": (guard_lse, kernels, "            p_operand = _fp8_operand(_encode(p * p_scale,", "            row_sum += tl.sum(_widen(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32) / p_scale - p, 1)\n            p_operand = _fp8_operand(_encode(p * p_scale,"),
     "kernel reads fnuz as fn": (guard_bytes, kernels, "decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ)", "decode_f32(code, 3, 7, 0x7E, False)"),
     "kernel merges splits without their maxima": (guard_splits, kernels, "weight = tl.exp2(tl.load(part_max + one) - safe_max)", "weight = tl.exp2(tl.load(part_max + one) * 0.0)"),
     "kernel drops the last tile of a split": (guard_splits, kernels, "for lo in range(first, last, BLOCK_K):", "for lo in range(first, last - BLOCK_K, BLOCK_K):"),
@@ -127,7 +149,7 @@ def test_guard_fails_on_its_fault(what, monkeypatch, tmp_path):
         monkeypatch.setattr(attention, "emulate", copy)
         backend = "emulate"
     else:
-        monkeypatch.setattr(portable, "kernels", copy)
+        monkeypatch.setattr(portable, "kernels" if module is kernels else "packed_kernels", copy)
         backend = "triton"
     with pytest.raises(AssertionError):
         guard(backend)

@@ -38,6 +38,14 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
 
     Raises ValueError, naming the argument, what came and what is accepted.
     """
+    for name, value in (("q", q), ("kv_buffer", kv_buffer), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
+        _check_tensor(name, value)
+    for name, value in (("kv_scale", kv_scale), ("q_scale", q_scale), ("out", out), ("attn_sink", attn_sink)):
+        if value is not None:
+            _check_tensor(name, value)
+    for name, value in (("skip_reduce", skip_reduce), ("has_invalid", has_invalid), ("return_lse", return_lse), ("check_indices", check_indices)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}; accepted: True, False")
     _check_q(q, kv_lora_rank, qk_rope_head_dim)
     profile = get_profile(arch, q.device)
     recipe = _choose_recipe(dot_precision, recipe)
@@ -95,10 +103,19 @@ def merge_parts(parts, attn_sink=None):
     return out.bfloat16(), lse
 
 
+def _check_tensor(name, value):
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: got {value!r:.60} ({type(value).__name__}); accepted: a torch.Tensor")
+
+
+def _is_whole(value, least):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _check_q(q, kv_lora_rank, qk_rope_head_dim):
-    if not isinstance(kv_lora_rank, int) or kv_lora_rank < 1 or kv_lora_rank & (kv_lora_rank - 1):
+    if not _is_whole(kv_lora_rank, 1) or kv_lora_rank & (kv_lora_rank - 1):
         raise ValueError(f"kv_lora_rank: got {kv_lora_rank!r}; accepted: a power of two")
-    if not isinstance(qk_rope_head_dim, int) or qk_rope_head_dim < 0:
+    if not _is_whole(qk_rope_head_dim, 0):
         raise ValueError(f"qk_rope_head_dim: got {qk_rope_head_dim!r}; accepted: 0 or a positive integer")
     width = kv_lora_rank + qk_rope_head_dim
     if q.dim() != 3:
@@ -125,9 +142,8 @@ def _check_q_type(q, q_scale, profile):
         raise ValueError(f"q: got {q.dtype}; accepted: torch.bfloat16, or {encoding.torch_dtype} with q_scale")
     if q_scale is None:
         raise ValueError(f"q_scale: got None with an fp8 q ({q.dtype}); accepted: a [1] float32 tensor")
-    if not isinstance(q_scale, torch.Tensor) or q_scale.dtype != torch.float32 or tuple(q_scale.shape) != (1,) or q_scale.device != q.device:
-        got = f"{q_scale.dtype} of shape {tuple(q_scale.shape)} on {q_scale.device}" if isinstance(q_scale, torch.Tensor) else repr(q_scale)
-        raise ValueError(f"q_scale: got {got}; accepted: a [1] float32 tensor on {q.device}")
+    if q_scale.dtype != torch.float32 or tuple(q_scale.shape) != (1,) or q_scale.device != q.device:
+        raise ValueError(f"q_scale: got {q_scale.dtype} of shape {tuple(q_scale.shape)} on {q_scale.device}; accepted: a [1] float32 tensor on {q.device}")
     return q_scale
 
 
@@ -168,7 +184,7 @@ def _check_lists(q, kv_indptr, kv_indices):
 def _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backend):
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)) or not math.isfinite(softmax_scale) or softmax_scale <= 0:
         raise ValueError(f"softmax_scale: got {softmax_scale!r}; accepted: a finite float above 0")
-    if kv_splits is not None and (isinstance(kv_splits, bool) or not isinstance(kv_splits, int) or kv_splits < 1):
+    if kv_splits is not None and not _is_whole(kv_splits, 1):
         raise ValueError(f"kv_splits: got {kv_splits!r}; accepted: None, or an integer of 1 or more")
     tokens, heads, _ = q.shape
     if out is not None:
@@ -185,7 +201,7 @@ def _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backe
             raise ValueError(f"attn_sink: got {attn_sink.dtype} of shape {tuple(attn_sink.shape)}; accepted: float32 of shape ({heads},)")
         if attn_sink.device != q.device or (heads > 1 and attn_sink.stride(0) != 1):
             raise ValueError(f"attn_sink: got a tensor on {attn_sink.device} of stride {attn_sink.stride(0)}; accepted: a contiguous one on {q.device}")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}; accepted: {', '.join(BACKENDS)}")
 
 

@@ -52,14 +52,15 @@ def run(repeats: int, command: str) -> pd.DataFrame:
 
         def call():
             return sparse_mla_fwd(made.q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, kv_scale=packed.scale,
-                                  qk_rope_head_dim=0, dot_precision=dots, arch=profile.name)[0]
+                                  kv_lora_rank=shape.kv_lora_rank, qk_rope_head_dim=0, dot_precision=dots, arch=profile.name)[0]
 
         row = dict(kernel="triton" if gpu else "emulate", arch=profile.name, phase=phase, tokens=shape.tokens, heads=shape.heads,
                    kv_lora_rank=shape.kv_lora_rank, qk_rope_head_dim=0, topk=shape.topk, cache=kind, dots=dots)
-        if gpu:
-            row |= _time_gpu(call, made, packed, kind, dots, profile)
-        else:
-            row |= _time_cpu(call, repeats)
+        try:
+            row |= _time_gpu(call, made, packed, kind, dots, profile) if gpu else _time_cpu(call, repeats)
+        except ValueError as refusal:  # a geometry that does not fit: its row says why, the others are measured
+            rows.append(row | dict(error=str(refusal)))
+            continue
         element = 2 if kind == "bf16" else 1
         row["bytes"] = gathered_bytes(shape, element)
         row["tflops"] = 2 * shape.tokens * shape.heads * shape.topk * (shape.width + shape.kv_lora_rank) / row["median_us"] / 1e6
@@ -94,7 +95,7 @@ def _time_gpu(call, made, packed, kind, dots, profile):
     some = min(16, made.q.shape[0])
     few = slice(0, int(made.kv_indptr[some]))
     want, _ = sparse_mla_fwd(made.q[:some], packed.buffer, made.kv_indptr[: some + 1], made.kv_indices[few], made.softmax_scale,
-                             kv_scale=packed.scale, qk_rope_head_dim=0, dot_precision=dots, arch=profile.name, backend="emulate")
+                             kv_scale=packed.scale, kv_lora_rank=made.kv_lora_rank, qk_rope_head_dim=0, dot_precision=dots, arch=profile.name, backend="emulate")
     error = metrics.relative_l2(call()[:some], want)
     # Splits differ (the policy counts tokens), and with them the maxima that P is rounded against: P's rounding, not more.
     if not error < (0.03 if dots == "fp8" else 4e-3):

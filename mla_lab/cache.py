@@ -202,9 +202,8 @@ def identify(kv_buffer: torch.Tensor, kv_scale: torch.Tensor | None, kv_lora_ran
         return "bf16"
     if kv_scale is None:
         raise ValueError(f"kv_scale: got None with an fp8 cache ({dtype}); accepted: a [1] float32 tensor")
-    if not isinstance(kv_scale, torch.Tensor) or kv_scale.dtype != torch.float32 or tuple(kv_scale.shape) != (1,):
-        got = f"{kv_scale.dtype} of shape {tuple(kv_scale.shape)}" if isinstance(kv_scale, torch.Tensor) else repr(kv_scale)
-        raise ValueError(f"kv_scale: got {got}; accepted: a [1] float32 tensor")
+    if kv_scale.dtype != torch.float32 or tuple(kv_scale.shape) != (1,):
+        raise ValueError(f"kv_scale: got {kv_scale.dtype} of shape {tuple(kv_scale.shape)}; accepted: a [1] float32 tensor")
     if kv_scale.device != kv_buffer.device:
         raise ValueError(f"kv_scale: got a tensor on {kv_scale.device}; accepted: one on kv_buffer's device, {kv_buffer.device}")
     return "fp8_scalar"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import click
@@ -26,14 +25,15 @@ def run(name, pairs, out):
     """
     from mla_lab import runs
 
-    folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H.%M.%S")
     try:
         notebooks = runs.find(name)
         parameters = runs.read_parameters(pairs)
         runs.check_parameters(notebooks, parameters)
-        runs.check_folder(folder)
+        if out:
+            runs.check_folder(out)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    folder = out or runs.new_folder(Path("runs"))
     outcomes = runs.execute(notebooks, parameters, folder)
     page = runs.write_page(folder, outcomes)
     failed = [outcome for outcome in outcomes if outcome.error]

@@ -36,7 +36,7 @@ class Parameters:
     comma-separated list of names for study.make_inputs. Raises ParameterError with the name, what came, what is accepted.
     """
 
-    def __init__(self, *, arch, encoding=None, p_scale=None, tokens=4, heads=16, kv_lora_rank=512, topk=2048, seed=0, inputs="normal", kv_splits=1):
+    def __init__(self, *, arch, encoding=None, p_scale=None, tokens=4, heads=16, kv_lora_rank=512, qk_rope_head_dim=0, topk=2048, seed=0, inputs="normal", kv_splits=1):
         self.given = dict(arch=arch, encoding=encoding, p_scale=p_scale, tokens=tokens, heads=heads, kv_lora_rank=kv_lora_rank,
                           topk=topk, seed=seed, inputs=inputs, kv_splits=kv_splits)
         try:
@@ -54,11 +54,11 @@ class Parameters:
             if isinstance(kv_lora_rank, int) and kv_lora_rank > 0 and kv_lora_rank & (kv_lora_rank - 1):
                 raise ValueError(f"kv_lora_rank: got {kv_lora_rank}; accepted: a power of two")
             self.seed = seed
-            self.shape = Shape(tokens=tokens, heads=heads, kv_lora_rank=kv_lora_rank, topk=topk, slots=max(8192, topk) if isinstance(topk, int) else 8192)
-            for dots in ("bf16", "fp8"):
-                check_fits(self.profile, dots, kv_lora_rank, 0)
+            self.shape = Shape(tokens=tokens, heads=heads, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, topk=topk, slots=max(8192, topk) if isinstance(topk, int) else 8192)
             if not isinstance(inputs, str) or not inputs.strip():
                 raise ValueError(f"inputs: got {inputs!r}; accepted: names with commas between them")
+            for dots in ("bf16", "fp8"):
+                check_fits(self.profile, dots, kv_lora_rank, qk_rope_head_dim)
             self.inputs = make_inputs([name.strip() for name in inputs.split(",")], self.shape, seed)
         except ValueError as error:
             raise ParameterError(error) from None

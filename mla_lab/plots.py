@@ -82,6 +82,11 @@ def flush_margins(margins: pd.DataFrame) -> plt.Figure:
 def misread(right, wrong, written: str, read: str) -> plt.Figure:
     """Output values of the right reading against those of the misread cache, and their distributions."""
     right, wrong = (x.flatten().numpy() for x in (right, wrong))
+    if not right.size:
+        figure, axes = plt.subplots(figsize=(7.5, 1.2))
+        axes.axis("off")
+        axes.text(0.5, 0.5, f"Every output row is NaN: an {written} cache's negative zeros (0x80) are NaN in {read}.", ha="center", va="center")
+        return figure
     shown = np.random.default_rng(0).choice(right.size, min(4000, right.size), replace=False)
     limit = float(np.quantile(np.abs(wrong), 0.999))
     figure, (left, axes) = plt.subplots(1, 2, figsize=(9.5, 3.8))
@@ -178,4 +183,23 @@ def saw(sweep: pd.DataFrame) -> plt.Figure:
     axes.set(xlabel="P scale (vertical lines: the encodings' largest values)", ylabel="relative L2 error (%)",
              title="Does the error change between powers of two, and where is the cliff? (P alone rounded)")
     axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def cache_errors(errors: pd.DataFrame) -> plt.Figure:
+    """study.cache_errors: what the products cost on each cache, and the whole error with the cache's own rounding."""
+    names = list(dict.fromkeys(errors.input))
+    kinds = list(dict.fromkeys(zip(errors.cache, errors.dots)))
+    colors = {"bf16": GREY, "fp8_scalar": BLUE, "fp8_dsv32_mla": ORANGE, "fp8_dsv32_mla, scales 2^n": GREEN}
+    figure, panels = plt.subplots(2, 1, figsize=(9.5, 6), sharex=True)
+    for axes, column, title in zip(panels, ("kernel_error", "total_error"), ("against f32 attention over the same cache", "against f32 attention over the unrounded rows")):
+        for i, (kind, dots) in enumerate(kinds):
+            values = errors[(errors.cache == kind) & (errors.dots == dots)].set_index("input")[column].reindex(names)
+            axes.bar(np.arange(len(names)) + 0.12 * (i - (len(kinds) - 1) / 2), 100 * values, 0.11, color=colors[kind], hatch="////" if dots == "fp8" else None,
+                     edgecolor="white", linewidth=0, label=f"{kind}, {dots} dots")
+        axes.set(ylabel="relative L2 error (%)", title=title)
+    panels[1].set_xticks(range(len(names)), [n.replace("minilm_alice ", "MiniLM\n") for n in names])
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("Which cache is the more accurate, under which products?")
     return figure

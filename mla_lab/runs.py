@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import nbformat
@@ -74,6 +76,18 @@ def check_parameters(notebooks: list[Path], parameters: dict) -> None:
         unknown = [key for key in parameters if key not in known]
         if unknown:
             raise ValueError(f"-p {unknown[0]}: not a parameter of {path.stem}; accepted: {', '.join(known)}")
+
+
+def new_folder(parent: Path) -> Path:
+    """parent/<time>, made here; with a number behind it where another run started in the same second."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H.%M.%S")
+    for number in itertools.count(1):
+        folder = parent / (stamp if number == 1 else f"{stamp}_{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            pass
 
 
 def check_folder(folder: Path) -> None:

@@ -51,8 +51,7 @@ def make_inputs(names: Sequence[str], shape: Shape, seed: int) -> list[Inputs]:
 
 def run(made: Inputs, packed: cache.Packed, profile: Profile, recipe: Recipe, kv_splits: int = 1):
     """out [C, H, rank] bf16 and LSE [C, H] f32 of the emulated kernel with the profile's tiles."""
-    launch = profile.launch(recipe.dots if packed.scale is not None else "bf16")
-    return _run(made, packed, profile, recipe, launch.block_k, kv_splits)
+    return _run(made, packed, profile, recipe, profile.launch(recipe.dots).block_k, kv_splits)
 
 
 def _run(made, packed, profile, recipe, block_k, kv_splits):
@@ -115,6 +114,34 @@ def p_scale_sweep(every: Sequence[Inputs], arch: str | Profile, p_scales: Sequen
                 for s in p_scales:
                     out, _ = _run(made, packed, read, Recipe(q, "fp8", float(s)), block_k, splits)
                     rows.append(dict(input=made.name, encoding=encoding, kv_splits=splits, p_scale=float(s), relative_l2=metrics.relative_l2(out, right)))
+    return pd.DataFrame(rows)
+
+
+def with_rope_columns(made: Inputs, rope: int = cache.PACKED_ROPE) -> Inputs:
+    """An input without rope columns gets `rope` columns of zeros, which change no score; another passes through."""
+    if made.qk_rope_head_dim:
+        return made
+    pad = lambda x: torch.nn.functional.pad(x, (0, rope))
+    return dataclasses.replace(made, q=pad(made.q), rows=pad(made.rows), qk_rope_head_dim=rope)
+
+
+def cache_errors(every: Sequence[Inputs], profile: Profile, p_scale: float) -> pd.DataFrame:
+    """Relative L2 errors of the emulated kernel over each kind of cache, 512 + 64 columns, split-K off.
+
+    Columns: input, cache, bytes (per token), dots, kernel_error (against the f32 reference over the same cache: what the
+    products' roundings cost), total_error (against the f32 reference over the unrounded rows: with the cache's own).
+    """
+    rows = []
+    for made in tqdm([with_rope_columns(made) for made in every], desc="caches", leave=False):
+        unrounded = reference.sparse_mla(made.q.float(), cache.pack_bf16(made.rows).buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, arch=profile)[0]
+        kinds = {"bf16": cache.pack_bf16(made.rows), "fp8_scalar": cache.pack_fp8_scalar(made.rows, profile.encoding),
+                 "fp8_dsv32_mla": cache.pack_fp8_dsv32(made.rows, profile.encoding), "fp8_dsv32_mla, scales 2^n": cache.pack_fp8_dsv32(made.rows, profile.encoding, power_of_two=True)}
+        for kind, packed in kinds.items():
+            right = truth(made, packed, profile)
+            for recipe in (BF16_DOTS,) if kind == "bf16" else (BF16_DOTS, Recipe("fp8", "fp8", p_scale)):
+                out, _ = _run(made, packed, profile, recipe, profile.launch(recipe.dots).block_k, 1)
+                rows.append(dict(input=made.name, cache=kind, bytes=packed.buffer.shape[-1] * packed.buffer.itemsize, dots=recipe.dots,
+                                 kernel_error=metrics.relative_l2(out, right), total_error=metrics.relative_l2(out, unrounded)))
     return pd.DataFrame(rows)
 
 
@@ -208,7 +235,8 @@ def misread(made: Inputs, written: str, read: str, arch: str, headroom: float = 
     """A cache written in one encoding and read in the other: a table of what changes, the right output, the misread one.
 
     headroom: factor on the scale, so that no value takes the largest code, which is NaN in the other encoding and would
-    give the mistake away.
+    give the mistake away. (Written as e4m3fn, negative zeros still do: 0x80 is e4m3fnuz's NaN.) The outputs are those
+    rows that stay finite, which may be none.
     """
     packed = cache.pack_fp8_scalar(made.rows, written, scale=headroom * cache.pack_fp8_scalar(made.rows, written).scale)
     right, right_lse = run(made, packed, with_encoding(arch, written), FP8_DOTS)
@@ -226,7 +254,7 @@ def misread(made: Inputs, written: str, read: str, arch: str, headroom: float = 
         ("output rows: NaN", int((~finite).sum())),
         ("output: length of misread / right", float(b.norm() / a.norm())),
         ("output: cosine between the two", float((a * b).sum() / a.norm() / b.norm())),
-        ("output: relative L2 error", metrics.relative_l2(b, a)),
+        ("output: relative L2 error", metrics.relative_l2(b, a) if len(a) else math.nan),
         ("LSE: misread minus right, mean (nats)", float((wrong_lse - right_lse).flatten()[finite].mean())),
     ]
     return pd.DataFrame(rows, columns=["what", "value"]), a, b

@@ -1,5 +1,6 @@
 """Every refusal that these two caches can meet: a ValueError with the argument, what came, and what is accepted."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,7 +67,13 @@ REFUSALS = {
     "f16 cache": (dict(kv_buffer=torch.zeros(SLOTS, 80, dtype=torch.float16)), "kv_buffer: got torch.float16; accepted"),
     "fp8 without kv_scale": (dict(kv_scale=None), r"kv_scale: got None with an fp8 cache .*; accepted: a \[1\] float32 tensor"),
     "uint8 without kv_scale": (dict(kv_buffer=u8(SLOTS, 80), kv_scale=None), "kv_scale: got None with an fp8 cache"),
-    "kv_scale a number": (dict(kv_scale=0.5), r"kv_scale: got 0.5; accepted: a \[1\] float32 tensor"),
+    "kv_scale a number": (dict(kv_scale=0.5), r"kv_scale: got 0.5 \(float\); accepted: a torch.Tensor"),
+    "q a list": (dict(q=[1.0]), r"q: got \[1.0\] \(list\); accepted: a torch.Tensor"),
+    "no cache": (dict(kv_buffer=None), r"kv_buffer: got None \(NoneType\); accepted: a torch.Tensor"),
+    "indices in numpy": (dict(kv_indices=np.arange(9)), r"kv_indices: got array\(.*\(ndarray\); accepted: a torch.Tensor"),
+    "has_invalid a number": (dict(has_invalid=2), "has_invalid: got 2; accepted: True, False"),
+    "kv_lora_rank a bool": (dict(kv_lora_rank=True), "kv_lora_rank: got True; accepted: a power of two"),
+    "arch a list": (dict(arch=["gfx942"]), r"arch: got \['gfx942'\]; accepted: gfx942"),
     "kv_scale f64": (dict(kv_scale=ONE.double()), r"kv_scale: got torch.float64 of shape \(1,\)"),
     "kv_scale 0-d": (dict(kv_scale=torch.tensor(1.0)), r"kv_scale: got torch.float32 of shape \(\)"),
     "kv_scale (1, 1)": (dict(kv_scale=torch.ones(1, 1)), r"kv_scale: got torch.float32 of shape \(1, 1\)"),

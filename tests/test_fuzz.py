@@ -106,3 +106,30 @@ def test_random_calls(s):
     assert (error <= bound * largest).all(), f"{float((error / largest).max())} of a row's length, bound {bound}"
     if recipe == Recipe():
         assert metrics.relative_l2(out, want) < 6e-3
+
+
+ODD = st.sampled_from([
+    None, True, -1, 0, 3, 2.5, float("nan"), "fp8", "", [1, 2], np.zeros(3), torch.zeros(()), torch.zeros(1), torch.zeros(1).double(), torch.zeros(3),
+    torch.zeros(0), torch.zeros(2, 3), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, 4, 48).bfloat16(),
+    torch.zeros(2, 4, 48), torch.zeros(2, 4, 48).half(), torch.zeros(10, 48).bfloat16(), torch.zeros(10, 48, dtype=torch.uint8), torch.zeros(10, 48, dtype=torch.int8),
+    torch.zeros(10, 48, dtype=torch.bool), torch.zeros(2, 5, 656, dtype=torch.uint8), torch.zeros(10, 1, 1, 48).bfloat16(), torch.zeros(4), torch.zeros(4, device="meta"),
+    torch.zeros(10, 48, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.zeros(10, 48, dtype=torch.uint8).view(torch.float8_e5m2), Recipe("bf16", "fp8"), Recipe(),
+])
+NAMES = ["q", "kv_buffer", "kv_indptr", "kv_indices", "softmax_scale", "kv_scale", "kv_lora_rank", "qk_rope_head_dim", "kv_splits", "has_invalid", "dot_precision",
+         "q_scale", "out", "return_lse", "attn_sink", "arch", "recipe", "backend", "check_indices", "skip_reduce"]
+
+
+@seed(20250602)
+@settings(max_examples=min(EXAMPLES, 2000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(NAMES), ODD, min_size=1, max_size=2))
+def test_odd_arguments_are_refused_by_name_or_work(odd):
+    """Nothing but a ValueError that begins with an argument's name and says what is accepted; or a result."""
+    usual = dict(q=torch.ones(2, 4, 48).bfloat16(), kv_buffer=torch.ones(10, 48, dtype=torch.uint8), kv_indptr=torch.tensor([0, 2, 3]), kv_indices=torch.tensor([1, 2, 9]),
+                 softmax_scale=0.1, kv_scale=torch.ones(1), kv_lora_rank=32, qk_rope_head_dim=16, arch="gfx942", backend="emulate")
+    try:
+        result = sparse_mla_fwd(**{**usual, **odd})
+    except ValueError as error:
+        name = str(error).split(":")[0].split(".")[0]
+        assert name in NAMES and "; accepted" in str(error), str(error)
+    else:
+        assert len(result) == 2

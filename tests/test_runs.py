@@ -13,7 +13,7 @@ from mla_lab import notebook, runs
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
-SMALL = "-p tokens 1 -p heads 2 -p kv_lora_rank 64 -p topk 256 -p inputs normal,dominant_key".split()
+SMALL = "-p tokens 1 -p heads 2 -p topk 256 -p inputs normal,dominant_key".split()
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PATH": f"{BIN}:{os.environ['PATH']}"}
 
 
@@ -31,7 +31,7 @@ def test_run_leaves_notebooks_tables_figures_and_a_page(tmp_path):
         assert (tmp_path / "here" / path.name).is_file() and f'href="{path.name}"' in html and path.stem in html
         folder = tmp_path / "here" / path.stem
         tables = sorted(folder.glob("*.parquet"))
-        assert len(tables) >= 5 and len(list(folder.glob("*.png"))) >= 4
+        assert len(tables) >= 2 and len(list(folder.glob("*.png"))) >= 1
         for table in tables:
             frame, text = pd.read_parquet(table), pd.read_csv(table.with_suffix(".csv"))
             assert len(frame) == len(text) > 0 and list(frame.columns) == list(text.columns)
@@ -55,7 +55,7 @@ def test_papermill_by_hand_from_any_folder(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ("run 01 -p p_scal 64", "-p p_scal: not a parameter of 01_fnuz_underflow; accepted: arch, encoding, p_scale"),
-    ("run nothing", "notebook: got 'nothing'; accepted: 01_fnuz_underflow, 02_p_scale_sweep, or a path"),
+    ("run nothing", "notebook: got 'nothing'; accepted: 01_fnuz_underflow, 02_p_scale_sweep, 03_caches, or a path"),
     ("run -p kv_splits 4", "-p kv_splits: not a parameter of 01_fnuz_underflow"),
 ])
 def test_what_mla_lab_refuses_before_anything_starts(arguments, message, tmp_path):
@@ -101,6 +101,39 @@ def test_a_notebook_with_such_a_parameter_stops_in_its_first_cells(tmp_path):
     # papermill adds a cell for the injected parameters and two that point at the error
     assert errors[0][0] <= 6
     assert "Failed: ParameterError: arch: got &#39;gfx90a&#39;" in (tmp_path / "here" / "index.html").read_text()
+
+
+def write_notebook(path, *cells):
+    notebook_ = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook_.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook_, path)
+    return path
+
+
+def test_a_kernel_that_dies_does_not_stop_the_others(tmp_path):
+    dies = write_notebook(tmp_path / "dies.ipynb", "print('before')", "import os; os._exit(7)", "print('after')")
+    lives = write_notebook(tmp_path / "lives.ipynb", "print('alive')")
+    outcomes = runs.execute([dies, lives], {}, tmp_path / "out")
+    page = runs.write_page(tmp_path / "out", outcomes)
+    assert "Kernel" in outcomes[0].error and "died" in outcomes[0].error.lower() and outcomes[1].error is None
+    assert "before" in outcomes[0].notebook.read_text() and "alive" in outcomes[1].notebook.read_text()
+    assert "Failed: " in page.read_text()
+
+
+def test_two_runs_in_the_same_second_have_folders_of_their_own(tmp_path):
+    assert len({runs.new_folder(tmp_path) for _ in range(5)}) == 5
+
+
+def test_a_benchmark_row_that_cannot_be_says_why(monkeypatch):
+    from mla_lab import bench
+    from mla_lab.inputs import Shape
+
+    shapes = [Shape(tokens=1, heads=2, topk=32, slots=64, kv_lora_rank=rank) for rank in (64, 1024)]
+    monkeypatch.setattr(bench, "cases", lambda gpu: [("decode", shape) for shape in shapes])
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    frame = bench.run(1, "test")
+    assert frame.error.isna().tolist() == [True] * 3 + [False] * 3 and (frame.median_us[:3] > 0).all()
+    assert "would fit" in frame.error.iloc[3] and frame.kv_lora_rank.iloc[3] == 1024
 
 
 @pytest.mark.parametrize("text, value", [("64", 64), ("0.5", 0.5), ("1e-3", 1e-3), ("None", None), ("gfx942", "gfx942"), ("True", True), ("true", "true"), ("a:b", "a:b")])

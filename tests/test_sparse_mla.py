@@ -107,7 +107,7 @@ def test_extreme_sinks(backend, splits, sink):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("recipe", [cases.BF16, FP8])
-@pytest.mark.parametrize("where", ["first", "last", "both", "scattered"])
+@pytest.mark.parametrize("where", ["first", "last", "both", "scattered", "between", "first 16 of 64", "one key at the end"])
 def test_holes_are_as_if_they_were_not_there(backend, splits, recipe, where):
     """NaN codes in every slot that nobody asked for: masking a score is not enough, since 0 times NaN is NaN."""
     case = Case(lengths=(192,), rope=0, heads=4, splits=splits, recipe=recipe, holes=1e-9)
@@ -120,6 +120,12 @@ def test_holes_are_as_if_they_were_not_there(backend, splits, recipe, where):
         hole[150:] = True
     if where == "scattered":
         hole[::3] = True
+    if where == "between":
+        hole[64:128] = True  # a whole tile, between valid ones
+    if where == "first 16 of 64":
+        hole[:16] = hole[64:] = True
+    if where == "one key at the end":
+        hole[:-1] = True
     t.indices[hole.to(DEVICE)] = -1
     compact = dataclasses.replace(t, indices=t.indices[t.indices >= 0], indptr=torch.tensor([0, int((~hole).sum())], dtype=torch.int32, device=DEVICE))
 
@@ -138,6 +144,61 @@ def test_holes_are_as_if_they_were_not_there(backend, splits, recipe, where):
     want, want_lse = compact.call(dataclasses.replace(case, splits=1), sparse_mla_fwd, backend="emulate")
     assert metrics.relative_l2(results["dirty"][0], want) < (0.03 if recipe is FP8 else 3e-3)
     torch.testing.assert_close(results["dirty"][1], want_lse, **LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", [cases.BF16, FP8])
+@pytest.mark.parametrize("rubbish", ["NaN", "huge"])
+def test_rubbish_in_packed_rows_that_nobody_asked_for(backend, recipe, rubbish):
+    """NaN codes, scales and rope, or huge ones, in every other slot, 0 and the last among them: not one bit changes."""
+    case = Case(lengths=(100,), heads=4, cache="fp8_dsv32_mla", recipe=recipe, holes=1e-9, splits=2)
+    t = cases.make(case)
+    t.indices = torch.randperm(298, generator=torch.Generator().manual_seed(1))[:100].int().to(DEVICE) + 1
+    t.indices[::3] = -1
+    buffer = t.packed.buffer.view(300, 656)
+    unasked = torch.ones(300, dtype=torch.bool, device=DEVICE)
+    unasked[t.indices[t.indices >= 0].long()] = False
+    results = []
+    for dirty in (False, True):
+        buffer[unasked] = 0
+        if dirty:
+            codes, scales, rope = cache.split_packed(buffer)
+            codes[unasked] = 0x80 if rubbish == "NaN" else 0x7F
+            scales[unasked] = torch.nan if rubbish == "NaN" else 1e30
+            rope[unasked] = torch.nan if rubbish == "NaN" else 1e30
+        results.append(t.call(case, sparse_mla_fwd, backend=backend))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1]) and results[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", ["code", "scale", "rope"])
+def test_a_nan_in_a_packed_row_shows_in_the_queries_that_gather_it(backend, where):
+    case = Case(lengths=(50, 50), heads=4, cache="fp8_dsv32_mla", recipe=FP8)
+    t = cases.make(case)
+    t.indices = torch.arange(100, dtype=torch.int32, device=DEVICE)
+    codes, scales, rope = cache.split_packed(t.packed.buffer.view(300, 656))
+    if where == "code":
+        codes[77, 300] = 0x80
+    elif where == "scale":
+        scales[77, 2] = torch.nan
+    else:
+        rope[77, 5] = torch.nan
+    out, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+def test_scores_in_order(backend, order):
+    """Ascending scores move the running maximum with every tile, descending ones never: equal within P's rounding."""
+    case = Case(lengths=(256,), heads=1, rope=0, recipe=cases.FP8_PV)
+    t = cases.make(case)
+    shuffled, lse = t.call(case, sparse_mla_fwd, backend=backend)
+    scores = cache.unpack(t.packed.buffer, t.packed.scale, "e4m3fnuz")[t.indices.long()] @ t.q[0, 0].float()
+    t.indices = t.indices[scores.argsort(descending=order == "descending")]
+    out, lse_sorted = t.call(case, sparse_mla_fwd, backend=backend)
+    assert metrics.relative_l2(out, shuffled) < 0.03
+    torch.testing.assert_close(lse_sorted, lse, **LSE_TOLERANCE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -124,6 +124,16 @@ def _finish(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
+def _key_range(indptr, token, split, splits, BLOCK_K: tl.constexpr):
+    """Where a token's list starts, and from where to where in it a split goes: whole tiles, as many in each but the last."""
+    start = tl.load(indptr + token).to(tl.int64)
+    keys = (tl.load(indptr + token + 1).to(tl.int64) - start).to(tl.int32)
+    per_split = tl.cdiv(tl.cdiv(keys, BLOCK_K), splits) * BLOCK_K
+    first = split * per_split
+    return start, first, tl.minimum(first + per_split, keys)
+
+
+@triton.jit
 def _tile_rows(indices, start, lo, last, slots, stride_kv_block, stride_kv_row, KV_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, HAS_INVALID: tl.constexpr):
     """Of a tile of listed keys: the rows' offsets in bytes or elements, which are there, and which are out of range."""
     at = lo + tl.arange(0, BLOCK_K)
@@ -207,12 +217,7 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
     if P_FP8:
         value_scale = tl.div_rn(value_scale, p_scale)
 
-    start = tl.load(indptr + token).to(tl.int64)
-    keys = (tl.load(indptr + token + 1).to(tl.int64) - start).to(tl.int32)
-    per_split = tl.cdiv(tl.cdiv(keys, BLOCK_K), splits) * BLOCK_K
-    first = split * per_split
-    last = tl.minimum(first + per_split, keys)
-
+    start, first, last = _key_range(indptr, token, split, splits, BLOCK_K)
     row_max = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEAD_BLOCK], tl.float32)
     acc = tl.zeros([HEAD_BLOCK, RANK_PAD], tl.float32)

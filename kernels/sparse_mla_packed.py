@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mla_lab.kernels.sparse_mla import (
-    HEAD_BLOCK, SMALLEST_AMAX, _bf16_operand, _encode, _finish, _fp8_operand, _load_q, _softmax_step, _store_bf16, _tile_rows, _widen,
+    HEAD_BLOCK, SMALLEST_AMAX, _bf16_operand, _encode, _finish, _fp8_operand, _key_range, _load_q, _softmax_step, _store_bf16, _tile_rows, _widen,
 )
 
 GROUP = tl.constexpr(128)
@@ -113,12 +113,7 @@ def attend_packed(q, codes, scales, ropes, indptr, indices, q_scale, sink, out, 
     if P_FP8:
         value_scale = tl.div_rn(value_scale, p_scale)
 
-    start = tl.load(indptr + token).to(tl.int64)
-    keys = (tl.load(indptr + token + 1).to(tl.int64) - start).to(tl.int32)
-    per_split = tl.cdiv(tl.cdiv(keys, BLOCK_K), splits) * BLOCK_K
-    first = split * per_split
-    last = tl.minimum(first + per_split, keys)
-
+    start, first, last = _key_range(indptr, token, split, splits, BLOCK_K)
     row_max = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEAD_BLOCK], tl.float32)
     acc0 = tl.zeros([HEAD_BLOCK, GROUP], tl.float32)

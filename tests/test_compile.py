@@ -7,20 +7,22 @@ import sys
 
 import pytest
 
-# (arch, q, p, cache in fp8, rope). Under bf16 dots gfx950's code for the exact decoding is long and slow to compile.
+# (arch, q, p, cache, rope). Under bf16 dots gfx950's code for the exact decoding is long and slow to compile.
 WANTED = [
-    *[(arch, "bf16", "bf16", False, rope) for arch in ("gfx942", "gfx950", "sm_90") for rope in (0, 64)],
-    *[(arch, "fp8", "fp8", True, rope) for arch in ("gfx942", "gfx950", "sm_90") for rope in (0, 64)],
-    *[("gfx942", q, p, True, 64) for q, p in (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"))],
-    *[("gfx950", q, p, True, 0) for q, p in (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"))],
+    *[(arch, "bf16", "bf16", "bf16", rope) for arch in ("gfx942", "gfx950", "sm_90") for rope in (0, 64)],
+    *[(arch, "fp8", "fp8", "fp8_scalar", rope) for arch in ("gfx942", "gfx950", "sm_90") for rope in (0, 64)],
+    *[("gfx942", q, p, "fp8_scalar", 64) for q, p in (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"))],
+    *[("gfx950", q, p, "fp8_scalar", 0) for q, p in (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"))],
+    *[(arch, "fp8", "fp8", "fp8_dsv32_mla", 64) for arch in ("gfx942", "gfx950", "sm_90")],
+    ("gfx942", "bf16", "bf16", "fp8_dsv32_mla", 64),
 ]
 
 PROGRAM = """
 import json, sys
 from mla_lab import Recipe
 from mla_lab.compile import compile_attend
-for arch, q, p, cache_fp8, rope in json.load(sys.stdin):
-    made = compile_attend(arch, Recipe(q, p), cache_fp8=cache_fp8, qk_rope_head_dim=rope, native_cast=arch == "sm_90")
+for arch, q, p, cache, rope in json.load(sys.stdin):
+    made = compile_attend(arch, Recipe(q, p), cache=cache, qk_rope_head_dim=rope, native_cast=arch == "sm_90")
     del made["asm"]
     print(json.dumps(made), flush=True)
 """
@@ -46,15 +48,16 @@ MATRIX_INSTRUCTIONS = {  # what each product must use: by arch, then bf16 and fp
 
 @pytest.mark.parametrize("what", WANTED, ids=lambda w: "-".join(map(str, w)))
 def test_it_compiles_with_the_matrix_instructions_of_its_dots(what, compiled):
-    arch, q, p, cache_fp8, _ = what
+    arch, q, p, cache, _ = what
     made = compiled[what]
     bf16, fp8 = MATRIX_INSTRUCTIONS[arch]
     used = set(made["matrix_instructions"])
-    assert bool(used & bf16) == ("bf16" in (q, p)) and bool(used & fp8) == ("fp8" in (q, p)) and used <= bf16 | fp8
+    packed = cache == "fp8_dsv32_mla"  # its rope columns are bf16 under every product
+    assert bool(used & bf16) == ("bf16" in (q, p) or packed) and bool(used & fp8) == ("fp8" in (q, p)) and used <= bf16 | fp8
     limit = {"gfx942": 65_536, "gfx950": 163_840, "sm_90": 232_448}[arch]
     assert 0 < made["shared_memory"] <= limit
-    encoding = {"gfx942": "e4m3fnuz"}.get(arch, "e4m3fn") if cache_fp8 else "bf16"
-    assert made["name"] == f"sparse_mla_fwd_{encoding}_cache_{q}_qk_{p}_pv"
+    encoding = {"gfx942": "e4m3fnuz"}.get(arch, "e4m3fn") if cache != "bf16" else "bf16"
+    assert made["name"] == f"sparse_mla_fwd_{encoding}{'_dsv32' if packed else ''}_cache_{q}_qk_{p}_pv"
 
 
 def test_the_published_configurations_do_not_spill(compiled):

@@ -10,7 +10,7 @@ run: setup
 	$(BIN)/mla-lab run
 
 test: setup
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 -rs tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval notebooks
 
 # The contract's tests on the device that is there, with the Python that has its torch: .venv's, else $(PYTHON).

@@ -194,6 +194,8 @@ def _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backe
             raise ValueError(f"out: got shape {tuple(out.shape)}; accepted: [{tokens}, {heads}, {kv_lora_rank} or more]")
         if out.numel() and out.stride(-1) != 1:
             raise ValueError(f"out: got stride {out.stride(-1)} in its last dimension; accepted: 1")
+        if out.numel() and any(size > 1 and stride < kv_lora_rank for size, stride in zip(out.shape[:2], out.stride()[:2])):
+            raise ValueError(f"out: got strides {out.stride()}, whose rows overlap; accepted: rows of {kv_lora_rank} or more apart")
         if out.device != q.device:
             raise ValueError(f"out: got a tensor on {out.device}; accepted: one on q's device, {q.device}")
     if attn_sink is not None:

@@ -36,9 +36,11 @@ class Parameters:
     comma-separated list of names for study.make_inputs. Raises ParameterError with the name, what came, what is accepted.
     """
 
-    def __init__(self, *, arch, encoding=None, p_scale=None, tokens=4, heads=16, kv_lora_rank=512, qk_rope_head_dim=0, topk=2048, seed=0, inputs="normal", kv_splits=1):
+    def __init__(self, *, arch, encoding=None, p_scale=None, tokens=4, heads=16, kv_lora_rank=None, qk_rope_head_dim=0, topk=2048, seed=0, inputs="normal", kv_splits=None):
         self.given = dict(arch=arch, encoding=encoding, p_scale=p_scale, tokens=tokens, heads=heads, kv_lora_rank=kv_lora_rank,
                           topk=topk, seed=seed, inputs=inputs, kv_splits=kv_splits)
+        kv_lora_rank = 512 if kv_lora_rank is None else kv_lora_rank
+        kv_splits = 1 if kv_splits is None else kv_splits
         try:
             self.profile = get_profile(arch)
             if encoding is not None and encoding not in E4M3:

@@ -71,6 +71,8 @@ def parameters_of(path: Path) -> dict:
 
 def check_parameters(notebooks: list[Path], parameters: dict) -> None:
     """ValueError for a parameter that a notebook does not have: papermill only warns, and goes on with the default."""
+    if "out" in parameters and len(notebooks) > 1:
+        raise ValueError("-p out: got one folder for several notebooks; accepted: --out, in which each has its own")
     for path in notebooks:
         known = parameters_of(path)
         unknown = [key for key in parameters if key not in known]
@@ -108,7 +110,7 @@ def execute(notebooks: list[Path], parameters: dict, folder: Path) -> list[Outco
         outcome = Outcome(path.stem, folder / path.name, Path(given.get("out") or results), given)
         print(path.stem, flush=True)
         try:
-            papermill.execute_notebook(str(path), str(outcome.notebook), parameters=given, kernel_name="python3", progress_bar=True, cwd=str(path.parent))
+            papermill.execute_notebook(str(path), str(outcome.notebook), parameters=given, kernel_name="python3", progress_bar=True)
         except PapermillExecutionError as error:
             # papermill's own message is the whole traceback; its last line says what happened.
             outcome.error = f"{error.ename}: {error.evalue}"

@@ -38,7 +38,9 @@ def make_inputs(names: Sequence[str], shape: Shape, seed: int) -> list[Inputs]:
         if name in inputs.SYNTHETIC:
             made.append(inputs.make(name, shape, seed))
             continue
-        path, _, layer = name.partition(":")
+        path, colon, layer = name.partition(":")
+        if colon and not layer.isdigit():
+            raise ValueError(f"inputs: got {name!r}; accepted: NAME, or NAME:N for layer N of a capture")
         if not path.endswith(".safetensors"):
             path = CAPTURES / f"{path}.safetensors"
             if not path.is_file():
@@ -214,17 +216,17 @@ def kept_share(encodings: Sequence[str] = E4M3, keys: int = 2048, margins: np.nd
     return pd.DataFrame(rows)
 
 
-def lost_mass_in_the_kernel(arch: str | Profile, seed: int, margin: float = 7.0, encodings: Sequence[str] = E4M3) -> pd.DataFrame:
+def lost_mass_in_the_kernel(arch: str | Profile, seed: int, margin: float = 7.0, p_scales: Sequence[float] = (), encodings: Sequence[str] = E4M3) -> pd.DataFrame:
     """The mean output of the emulated kernel on V all ones, where 1 is right whatever the softmax's weights are.
 
-    At P scale 1 and at the encoding's largest legal power of two; lse_error is the largest absolute one.
+    At P scale 1, at the encoding's largest legal power of two, and at `p_scales`; lse_error is the largest absolute one.
     """
     made = inputs.ones(Shape(tokens=1, heads=4, qk_rope_head_dim=64, topk=2048, slots=2048), seed, margin)
     rows = []
     for e in encodings:
         profile = with_encoding(arch, e)
         packed = cache.pack_fp8_scalar(made.rows, e, scale=1.0)
-        for s in (1.0, profile.encoding.largest_p_scale):
+        for s in sorted({1.0, profile.encoding.largest_p_scale, *map(float, p_scales)}):
             out, lse = run(made, packed, profile, Recipe("fp8", "fp8", s))
             rows.append(dict(encoding=e, p_scale=float(s), margin=margin, output=float(out.float().mean()),
                              lse_error=float((lse - math.log(1 + 2047 * math.exp(-margin))).abs().max())))

@@ -97,6 +97,7 @@ REFUSALS = {
     "out too narrow": (dict(out=bf16(C, H, 32)), r"out: got shape \(2, 4, 32\); accepted: \[2, 4, 64 or more\]"),
     "out of other heads": (dict(out=bf16(C, 5, RANK)), r"out: got shape \(2, 5, 64\)"),
     "out with a last stride": (dict(out=bf16(C, H, 128)[..., ::2]), "out: got stride 2 in its last dimension"),
+    "out whose rows overlap": (dict(out=bf16(1, H, RANK).expand(C, H, RANK)), r"out: got strides \(0, 64, 1\), whose rows overlap"),
     "out on another device": (dict(out=bf16(C, H, RANK).to(OTHER)), "out: got a tensor on meta"),
     "sink of another length": (dict(attn_sink=torch.zeros(3)), r"attn_sink: got torch.float32 of shape \(3,\); accepted: float32 of shape \(4,\)"),
     "sink bf16": (dict(attn_sink=bf16(4)), "attn_sink: got torch.bfloat16"),

@@ -5,7 +5,9 @@ BLOCK_K gathered rows with an online softmax. `merge` joins the splits. What the
 
     CACHE_FP8    the rows are fp8 codes, else bf16
     Q_FP8        Q enters the product as fp8: quantized here (one scale per token and head block), or given so
+    Q_PER_HEAD   with a scale per head instead
     P_FP8        P is multiplied by p_scale and rounded to fp8; V enters as the cache's codes
+    Q_LOW, P_LOW a second fp8 term: what the first one's rounding left, a product of its own
     NATIVE_DOT   the device's matrix unit multiplies this encoding; else codes are widened to bf16, which is exact and
                  gives the same products (gfx942's e4m3fnuz on Hopper)
     NATIVE_CAST  the device's own fp8 conversions are used; else the integer codec
@@ -30,7 +32,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def kernel_name(specialization):
     """Names in a trace: kernels that differ in dots, cache or encoding differ in name."""
     c = specialization.constants
-    q, p = ("fp8" if c[k] else "bf16" for k in ("Q_FP8", "P_FP8"))
+    q, p = (("fp8x2" if c[f"{k}_LOW"] else "fp8") if c[f"{k}_FP8"] else "bf16" for k in "QP")
     cache = ("e4m3fnuz" if c["FNUZ"] else "e4m3fn") if c["CACHE_FP8"] else "bf16"
     return f"sparse_mla_fwd_{cache}_cache_{q}_qk_{p}_pv"
 
@@ -65,6 +67,13 @@ def _fp8_operand(code, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST
         return code.to(tl.float8e4b8 if FNUZ else tl.float8e4nv, bitcast=True)
     else:
         return _widen(code, FNUZ, NATIVE_CAST, INTERPRET)
+
+
+@triton.jit
+def _low_operand(x, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+    """The second fp8 term of x: what the first one's rounding left, in the same scale."""
+    left = x - _widen(_encode(x, FNUZ, NATIVE_CAST), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32)
+    return _fp8_operand(_encode(left, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
 
 
 @triton.jit
@@ -148,6 +157,14 @@ def _tile_rows(indices, start, lo, last, slots, stride_kv_block, stride_kv_row, 
 
 
 @triton.jit
+def _shared_largest(largest, Q_PER_HEAD: tl.constexpr):
+    """From each head's largest magnitude [HEAD_BLOCK] that of those which share a scale, kept away from zero."""
+    if not Q_PER_HEAD:
+        largest = tl.zeros_like(largest) + tl.max(largest, 0)
+    return tl.maximum(largest, SMALLEST_AMAX)
+
+
+@triton.jit
 def _softmax_step(scores, valid, wrong, row_max, row_sum):
     """Masks a tile's scores (log2) and moves the online softmax on: p, what the accumulator shrinks by, maximum, sum."""
     scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -165,7 +182,8 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
            stride_q_token, stride_q_head, stride_kv_block, stride_kv_row, stride_out_token, stride_out_head,
            RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
            KV_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr,
-           CACHE_FP8: tl.constexpr, Q_FP8: tl.constexpr, Q_GIVEN: tl.constexpr, P_FP8: tl.constexpr, FNUZ: tl.constexpr,
+           CACHE_FP8: tl.constexpr, Q_FP8: tl.constexpr, Q_LOW: tl.constexpr, Q_PER_HEAD: tl.constexpr, Q_GIVEN: tl.constexpr,
+           P_FP8: tl.constexpr, P_LOW: tl.constexpr, FNUZ: tl.constexpr,
            HAS_INVALID: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, WRITE_PARTS: tl.constexpr,
            NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
     """Grid: (tokens, head blocks, splits).
@@ -187,21 +205,25 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
         rope = tl.arange(0, ROPE_PAD)
         rope_in = rope < ROPE
         q_rope = _load_q(q_row + RANK + rope[None, :], head_in[:, None] & rope_in[None, :], Q_GIVEN, FNUZ, NATIVE_CAST, INTERPRET)
-    scale = score_scale
+    scale = tl.zeros([HEAD_BLOCK], tl.float32) + score_scale
     if Q_GIVEN:
         scale = scale * tl.load(q_scale)
     elif Q_FP8:
-        largest = tl.max(tl.max(tl.abs(q_latent), 1), 0)
+        largest = tl.max(tl.abs(q_latent), 1)
         if ROPE > 0:
-            largest = tl.maximum(largest, tl.max(tl.max(tl.abs(q_rope), 1), 0))
-        largest = tl.maximum(largest, SMALLEST_AMAX)
+            largest = tl.maximum(largest, tl.max(tl.abs(q_rope), 1))
+        largest = _shared_largest(largest, Q_PER_HEAD)
         # div_rn: the plain division is approximate on NVIDIA, and a last bit can move a code.
-        to_codes = tl.div_rn(tl.full([], FP8_MAX, tl.float32), largest)
-        scale = scale * tl.div_rn(largest, tl.full([], FP8_MAX, tl.float32))
-        q_latent = q_latent * to_codes
+        to_codes = tl.div_rn(tl.full([HEAD_BLOCK], FP8_MAX, tl.float32), largest)
+        scale = scale * tl.div_rn(largest, tl.full([HEAD_BLOCK], FP8_MAX, tl.float32))
+        q_latent = q_latent * to_codes[:, None]
         if ROPE > 0:
-            q_rope = q_rope * to_codes
+            q_rope = q_rope * to_codes[:, None]
     if Q_FP8:  # values that are codes already pass through unchanged
+        if Q_LOW:
+            q_latent_low = _low_operand(q_latent, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+            if ROPE > 0:
+                q_rope_low = _low_operand(q_rope, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
         q_latent = _fp8_operand(_encode(q_latent, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
         if ROPE > 0:
             q_rope = _fp8_operand(_encode(q_rope, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
@@ -234,6 +256,8 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
         else:
             k = latent
         scores = tl.dot(q_latent, tl.trans(k), input_precision="ieee")
+        if Q_LOW:
+            scores = tl.dot(q_latent_low, tl.trans(k), scores, input_precision="ieee")
         if ROPE > 0:
             k_rope = _load_kv(row[:, None] + RANK + rope[None, :], valid[:, None] & rope_in[None, :], CACHE_FP8, INTERPRET)
             if CACHE_FP8:
@@ -242,7 +266,9 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
                 else:
                     k_rope = _widen(k_rope, FNUZ, NATIVE_CAST, INTERPRET)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        p, alpha, row_max, row_sum = _softmax_step(scores * scale, valid, wrong, row_max, row_sum)
+            if Q_LOW:
+                scores = tl.dot(q_rope_low, tl.trans(k_rope), scores, input_precision="ieee")
+        p, alpha, row_max, row_sum = _softmax_step(scores * scale[:, None], valid, wrong, row_max, row_sum)
         if P_FP8:
             p_operand = _fp8_operand(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
             v = _fp8_operand(latent, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
@@ -250,6 +276,8 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
             p_operand = _bf16_operand(p, INTERPRET)
             v = _widen(latent, FNUZ, NATIVE_CAST, INTERPRET) if CACHE_FP8 else latent
         acc = tl.dot(p_operand, v, acc * alpha[:, None], input_precision="ieee")
+        if P_LOW:
+            acc = tl.dot(_low_operand(p * p_scale, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET), v, acc, input_precision="ieee")
 
     acc = acc * value_scale
     if WRITE_PARTS:

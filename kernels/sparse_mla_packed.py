@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mla_lab.kernels.sparse_mla import (
-    HEAD_BLOCK, SMALLEST_AMAX, _bf16_operand, _encode, _finish, _fp8_operand, _key_range, _load_q, _softmax_step, _store_bf16, _tile_rows, _widen,
+    HEAD_BLOCK, _bf16_operand, _encode, _finish, _fp8_operand, _key_range, _load_q, _low_operand, _shared_largest, _softmax_step, _store_bf16, _tile_rows, _widen,
 )
 
 GROUP = tl.constexpr(128)
@@ -23,7 +23,7 @@ ROPE = tl.constexpr(64)
 
 def kernel_name(specialization):
     c = specialization.constants
-    q, p = ("fp8" if c[k] else "bf16" for k in ("Q_FP8", "P_FP8"))
+    q, p = (("fp8x2" if c[f"{k}_LOW"] else "fp8") if c[f"{k}_FP8"] else "bf16" for k in "QP")
     return f"sparse_mla_fwd_{'e4m3fnuz' if c['FNUZ'] else 'e4m3fn'}_dsv32_cache_{q}_qk_{p}_pv"
 
 
@@ -45,18 +45,24 @@ def _codes_operand(code, IN_FP8: tl.constexpr, FNUZ: tl.constexpr, NATIVE_DOT: t
 
 
 @triton.jit
-def _group_scores(q_operand, code, key_scale, Q_FP8: tl.constexpr, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+def _group_scores(q_operand, q_low, code, key_scale, Q_FP8: tl.constexpr, Q_LOW: tl.constexpr, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
     k = _codes_operand(code, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-    return tl.dot(q_operand, tl.trans(k), input_precision="ieee") * key_scale[None, :]
+    scores = tl.dot(q_operand, tl.trans(k), input_precision="ieee")
+    if Q_LOW:
+        scores = tl.dot(q_low, tl.trans(k), scores, input_precision="ieee")
+    return scores * key_scale[None, :]
 
 
 @triton.jit
-def _group_values(acc, alpha, p, code, key_scale, p_scale, P_FP8: tl.constexpr, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
+def _group_values(acc, alpha, p, code, key_scale, p_scale, P_FP8: tl.constexpr, P_LOW: tl.constexpr, FNUZ: tl.constexpr, NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
     largest = tl.max(tl.abs(key_scale), 0)
     share = tl.div_rn(key_scale, tl.zeros_like(key_scale) + tl.where(largest == 0.0, 1.0, largest))
-    p_operand = _operand(p * share[None, :] * p_scale, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+    x = p * share[None, :] * p_scale
     v = _codes_operand(code, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-    return acc * alpha[:, None] + tl.dot(p_operand, v, input_precision="ieee") * largest
+    values = tl.dot(_operand(x, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET), v, input_precision="ieee")
+    if P_LOW:
+        values = tl.dot(_low_operand(x, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET), v, values, input_precision="ieee")
+    return acc * alpha[:, None] + values * largest
 
 
 @triton.jit
@@ -74,7 +80,8 @@ def attend_packed(q, codes, scales, ropes, indptr, indices, q_scale, sink, out, 
                   score_scale, p_scale, slots, heads, splits,
                   stride_q_token, stride_q_head, stride_kv_block, stride_kv_row, stride_out_token, stride_out_head,
                   KV_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr,
-                  Q_FP8: tl.constexpr, Q_GIVEN: tl.constexpr, P_FP8: tl.constexpr, FNUZ: tl.constexpr,
+                  Q_FP8: tl.constexpr, Q_LOW: tl.constexpr, Q_PER_HEAD: tl.constexpr, Q_GIVEN: tl.constexpr,
+                  P_FP8: tl.constexpr, P_LOW: tl.constexpr, FNUZ: tl.constexpr,
                   HAS_INVALID: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, WRITE_PARTS: tl.constexpr,
                   NATIVE_DOT: tl.constexpr, NATIVE_CAST: tl.constexpr, INTERPRET: tl.constexpr):
     """Grid: (tokens, head blocks, splits). codes, scales, ropes: the same cache as uint8, f32 and bf16; strides in bytes."""
@@ -92,18 +99,23 @@ def attend_packed(q, codes, scales, ropes, indptr, indices, q_scale, sink, out, 
     q2 = _load_q(q_row + 2 * GROUP + column[None, :], here, Q_GIVEN, FNUZ, NATIVE_CAST, INTERPRET)
     q3 = _load_q(q_row + 3 * GROUP + column[None, :], here, Q_GIVEN, FNUZ, NATIVE_CAST, INTERPRET)
     q_rope = _load_q(q_row + LATENT + rope[None, :], head_in[:, None] & (rope[None, :] < ROPE), Q_GIVEN, FNUZ, NATIVE_CAST, INTERPRET)
-    scale = score_scale
-    rope_scale = score_scale
+    scale = tl.zeros([HEAD_BLOCK], tl.float32) + score_scale
+    rope_scale = scale
     if Q_GIVEN:
         scale = scale * tl.load(q_scale)
         rope_scale = scale
     elif Q_FP8:  # of the latent columns alone: the rope columns stay in bf16, as the cache's are
-        largest = tl.maximum(tl.maximum(tl.max(tl.max(tl.abs(q0), 1), 0), tl.max(tl.max(tl.abs(q1), 1), 0)),
-                             tl.maximum(tl.max(tl.max(tl.abs(q2), 1), 0), tl.max(tl.max(tl.abs(q3), 1), 0)))
-        largest = tl.maximum(largest, SMALLEST_AMAX)
-        to_codes = tl.div_rn(tl.full([], FP8_MAX, tl.float32), largest)
-        scale = scale * tl.div_rn(largest, tl.full([], FP8_MAX, tl.float32))
+        largest = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.maximum(tl.max(tl.abs(q2), 1), tl.max(tl.abs(q3), 1)))
+        largest = _shared_largest(largest, Q_PER_HEAD)
+        to_codes = tl.div_rn(tl.full([HEAD_BLOCK], FP8_MAX, tl.float32), largest)[:, None]
+        scale = scale * tl.div_rn(largest, tl.full([HEAD_BLOCK], FP8_MAX, tl.float32))
         q0, q1, q2, q3 = q0 * to_codes, q1 * to_codes, q2 * to_codes, q3 * to_codes
+    low0, low1, low2, low3 = q0, q1, q2, q3
+    if Q_LOW:
+        low0 = _low_operand(q0, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        low1 = _low_operand(q1, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        low2 = _low_operand(q2, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        low3 = _low_operand(q3, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
     q0 = _operand(q0, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
     q1 = _operand(q1, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
     q2 = _operand(q2, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
@@ -137,16 +149,16 @@ def attend_packed(q, codes, scales, ropes, indptr, indices, q_scale, sink, out, 
         if INTERPRET:
             k_rope = k_rope.to(tl.float32)
 
-        scores = _group_scores(q0, c0, s0, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        scores += _group_scores(q1, c1, s1, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        scores += _group_scores(q2, c2, s2, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        scores += _group_scores(q3, c3, s3, Q_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        scores = scores * scale + tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee") * rope_scale
+        scores = _group_scores(q0, low0, c0, s0, Q_FP8, Q_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        scores += _group_scores(q1, low1, c1, s1, Q_FP8, Q_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        scores += _group_scores(q2, low2, c2, s2, Q_FP8, Q_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        scores += _group_scores(q3, low3, c3, s3, Q_FP8, Q_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        scores = scores * scale[:, None] + tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee") * rope_scale[:, None]
         p, alpha, row_max, row_sum = _softmax_step(scores, valid, wrong, row_max, row_sum)
-        acc0 = _group_values(acc0, alpha, p, c0, s0, p_scale, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        acc1 = _group_values(acc1, alpha, p, c1, s1, p_scale, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        acc2 = _group_values(acc2, alpha, p, c2, s2, p_scale, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
-        acc3 = _group_values(acc3, alpha, p, c3, s3, p_scale, P_FP8, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        acc0 = _group_values(acc0, alpha, p, c0, s0, p_scale, P_FP8, P_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        acc1 = _group_values(acc1, alpha, p, c1, s1, p_scale, P_FP8, P_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        acc2 = _group_values(acc2, alpha, p, c2, s2, p_scale, P_FP8, P_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
+        acc3 = _group_values(acc3, alpha, p, c3, s3, p_scale, P_FP8, P_LOW, FNUZ, NATIVE_DOT, NATIVE_CAST, INTERPRET)
 
     part = (token * splits + split) * heads + head
     out_row = out + token * stride_out_token + head.to(tl.int64)[:, None] * stride_out_head

@@ -14,6 +14,7 @@ import torch
 
 from mla_lab import kernels
 from mla_lab.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from mla_lab.recipe import Recipe
 
 HEAD_BLOCK = 16
 """Query heads that one workgroup serves, and that share one scale when Q is quantized in the kernel."""
@@ -45,6 +46,14 @@ class Profile:
     def launch(self, dots: str) -> Launch:
         """The launch configuration for "bf16" or "fp8" dots, from kernels/configs/<name>.json."""
         return _launches(self.name)[dots]
+
+    def p_scale_of(self, recipe: Recipe) -> float:
+        """The number that a recipe's P is multiplied by here: 1 in bf16; under "tile", before the tile's own power of two."""
+        if recipe.p == "bf16":
+            return 1.0
+        if recipe.p_scale in ("largest", "tile"):
+            return self.encoding.largest_p_scale
+        return float(self.p_scale if recipe.p_scale is None else recipe.p_scale)
 
 
 @functools.lru_cache(maxsize=None)

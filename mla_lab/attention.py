@@ -9,9 +9,12 @@ import torch
 from mla_lab import cache, emulate, lists, portable
 from mla_lab.arch import Profile, check_fits, choose_kv_splits, get_profile
 from mla_lab.formats import FORMAT_OF_DTYPE
-from mla_lab.recipe import NAMED, Recipe
+from mla_lab.recipe import DOTS, NAMED, Recipe, check_scale
 
 BACKENDS = ("auto", "triton", "emulate")
+
+MOST_SPLITS = 65_535
+"""What a CUDA grid has room for in its third dimension."""
 
 
 def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_scale=None, kv_lora_rank=512,
@@ -27,7 +30,8 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     slots; with has_invalid, -1 is a hole. out: optional [C, H, >= kv_lora_rank] bf16, written in its leading columns.
     attn_sink: [H] f32, natural log: one more key without a value.
 
-    dot_precision "bf16" or "fp8", or a Recipe in its place (recipe=), says what both products run in. arch: a profile's
+    dot_precision "bf16" or "fp8", or a Recipe (or the name of one in recipe.NAMED) in its place (recipe=), says what both
+    products run in; the Triton kernel refuses what only the emulator does (see mla_lab.Recipe). arch: a profile's
     name ("gfx942", "gfx950", "sm_90") or None for the running device's (gfx942 on a CPU). kv_splits: split-K; None
     leaves it to the launch policy. backend: "auto" (Triton on a GPU, the emulator elsewhere), "triton", "emulate".
 
@@ -56,12 +60,16 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
             name, got = ("dot_precision", repr(dot_precision)) if dot_precision != "bf16" else ("recipe", recipe)
             raise ValueError(f"{name}: got {got} with a bf16 cache; accepted: 'bf16', or an fp8 cache (its codes feed the product)")
     q_scale = _check_q_type(q, q_scale, profile)
+    if q_scale is not None and (recipe.q == "fp8x2" or recipe.hadamard):
+        raise ValueError(f"recipe: got {recipe} with an fp8 q, whose rounding is done; accepted: q='fp8' or 'bf16' without hadamard, or a bf16 q")
     _check_lists(q, kv_indptr, kv_indices)
     _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backend)
     check_fits(profile, recipe.dots, kv_lora_rank, qk_rope_head_dim)
 
     tokens, heads, _ = q.shape
     backend = _choose_backend(backend, q.device)
+    if backend == "triton":
+        portable.check_recipe(recipe)
     if check_indices or backend == "emulate":
         lists.check(kv_indptr, kv_indices, cache.slots(kv_buffer), has_invalid)
         _check_scale_values(kv_scale=kv_scale, q_scale=q_scale)
@@ -154,12 +162,14 @@ def _check_cache(q, kv_buffer, kv_scale, kv_lora_rank, qk_rope_head_dim, profile
 
 
 def _choose_recipe(dot_precision, recipe) -> Recipe:
-    if not isinstance(dot_precision, str) or dot_precision not in NAMED:
-        raise ValueError(f"dot_precision: got {dot_precision!r}; accepted: {', '.join(NAMED)}")
+    if not isinstance(dot_precision, str) or dot_precision not in DOTS:
+        raise ValueError(f"dot_precision: got {dot_precision!r}; accepted: {', '.join(DOTS)}")
     if recipe is None:
-        return NAMED[dot_precision]
+        return DOTS[dot_precision]
+    if isinstance(recipe, str) and recipe in NAMED:
+        recipe = NAMED[recipe]
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe: got {recipe!r}; accepted: None or a mla_lab.Recipe")
+        raise ValueError(f"recipe: got {recipe!r}; accepted: None, a mla_lab.Recipe, or one of {', '.join(map(repr, NAMED))}")
     if dot_precision != "bf16":
         raise ValueError(f"recipe: got {recipe} beside dot_precision={dot_precision!r}; accepted: one of the two")
     return recipe
@@ -182,10 +192,9 @@ def _check_lists(q, kv_indptr, kv_indices):
 
 
 def _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backend):
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)) or not math.isfinite(softmax_scale) or softmax_scale <= 0:
-        raise ValueError(f"softmax_scale: got {softmax_scale!r}; accepted: a finite float above 0")
-    if kv_splits is not None and not _is_whole(kv_splits, 1):
-        raise ValueError(f"kv_splits: got {kv_splits!r}; accepted: None, or an integer of 1 or more")
+    check_scale(softmax_scale, "softmax_scale")
+    if kv_splits is not None and not (_is_whole(kv_splits, 1) and kv_splits <= MOST_SPLITS):
+        raise ValueError(f"kv_splits: got {kv_splits!r}; accepted: None, or an integer from 1 to {MOST_SPLITS:,}")
     tokens, heads, _ = q.shape
     if out is not None:
         if out.dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""mla-lab: run notebooks, and time the kernels."""
+"""mla-lab: run notebooks, time the kernels, capture a model's attention."""
 
 from __future__ import annotations
 
@@ -68,3 +68,50 @@ def bench(out, repeats):
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_table(frame, out)
+
+
+@app.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The text that the model reads.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The safetensors file to write.")
+@click.option("--layers", help="Numbers with commas between them; every attention layer where it is left out.")
+@click.option("--queries", default=24, show_default=True, type=click.IntRange(1), help="Tokens kept as queries, evenly spaced.")
+@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1), help="The text is cut after so many.")
+@click.option("--kv-head", default=0, show_default=True, type=click.IntRange(0), help="Which key-value head, for layers that are captured by heads.")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]), help="What the model runs in.")
+@click.option("--values", is_flag=True, help="Store the value projection and the layer's own output too, to check the capture by.")
+@click.option("--about-model", help="What the file says of the model; its folder's name where it is left out.")
+@click.option("--about-text", help="What the file says of the text; its name where it is left out.")
+def capture(model, text, out, layers, queries, tokens, kv_head, dtype, values, about_model, about_text):
+    """Run the transformers model in the folder MODEL over a text and store its attention as inputs for the notebooks.
+
+    Each layer is an exact absorbed MLA, checked against the layer's own output; for glm_moe_dsa, deepseek_v32 and
+    glm5_next it is the model's own latent cache, absorbed queries and indexer's choice. Needs transformers
+    (pip install -e '.[capture]'). Read the file in a notebook by its path: -p inputs FILE.safetensors.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise click.UsageError("transformers: not installed; pip install -e '.[capture]'") from None
+    from mla_lab import capture as captures
+    from mla_lab.notebook import versions
+
+    try:
+        numbers = None if layers is None else [int(n) for n in layers.split(",")]
+    except ValueError:
+        raise click.UsageError(f"layers: got {layers!r}; accepted: numbers with commas between them") from None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    loaded = transformers.AutoModel.from_pretrained(model, local_files_only=True, dtype=dtype, attn_implementation="eager")
+    ids = tokenizer(text.read_text(), return_tensors="pt", truncation=True, max_length=min(tokens, loaded.config.get_text_config().max_position_embeddings))["input_ids"]
+    try:
+        found = captures.capture(loaded, ids, numbers, queries, kv_head)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    command = f"mla-lab capture {model.name} --text {text.name} --out {out.name}" + "".join(
+        f" --{name} {value}" for name, value in dict(layers=layers, queries=queries, tokens=tokens, dtype=dtype).items() if value is not None)
+    captures.save(found, out, about_model or model.name, about_text or text.name, command + (" --values" if values else ""),
+                  f"{versions()}, transformers {transformers.__version__}", values)
+    for n, layer in found.items():
+        click.echo(f"layer {n} ({layer.kind}): {layer.q.shape[1]} heads, {layer.rows.shape[1] - layer.rope} latent and {layer.rope} rope columns, "
+                   f"{min(map(len, layer.lists))} to {max(map(len, layer.lists))} keys a query; against the model's own output {layer.error():.1e}")
+    click.echo(f"{out}: {ids.shape[1]} tokens, {len(found)} layers, {out.stat().st_size / 1e6:.2f} MB")

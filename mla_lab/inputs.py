@@ -167,39 +167,43 @@ def make(name: str, shape: Shape = Shape(), seed: int = 0, **options) -> Inputs:
 def capture_layers(path: str | Path) -> list[int]:
     """Numbers of the layers in a capture."""
     with _open(path) as file:
-        return json.loads(file.metadata()["layers"])
+        return sorted(map(int, json.loads(file.metadata()["layers"])))
 
 
 def load_capture(path: str | Path, layer: int) -> Inputs:
-    """One layer of captured activations, zero-padded to the next power of two columns.
+    """One layer of captured activations, the latent columns zero-padded to the next power of two.
 
-    The file holds, for each layer n, `n.q` [C, H, width] and `n.kv` [slots, width], then `indptr` and `indices`, and
-    softmax_scale in its metadata. Raises ValueError for a missing file, one that is no capture, or another layer.
+    The file (mla_lab.capture.save writes it) holds, for each layer n, `n.q` [C, H, width] and `n.kv` [slots, width], the
+    lists as `n.indptr` and `n.indices` (or `indptr` and `indices`, one for all layers), and what it is in its metadata.
+    Raises ValueError for a missing file, one that is no capture, or another layer.
     """
     layers = capture_layers(path)
     if layer not in layers:
         raise ValueError(f"layer: got {layer!r}; accepted for {Path(path).name}: {', '.join(map(str, layers))}")
     with _open(path) as file:
-        metadata = file.metadata()
+        metadata, there = file.metadata(), set(file.keys())
         q, kv = file.get_tensor(f"{layer}.q"), file.get_tensor(f"{layer}.kv")
-        indptr, indices = file.get_tensor("indptr"), file.get_tensor("indices")
-    rank = 1 << (kv.shape[1] - 1).bit_length()
-    q, kv = (torch.nn.functional.pad(x, (0, rank - x.shape[-1])).contiguous() for x in (q, kv))
-    about = {"layer": layer, "model": metadata["model"], "text": metadata["text"], "width": int(metadata["width"])}
-    return Inputs(f"{Path(path).stem} layer {layer}", q, kv.float(), indptr, indices, float(metadata["softmax_scale"]), rank, 0, about)
+        indptr, indices = (file.get_tensor(f"{layer}.{name}" if f"{layer}.{name}" in there else name) for name in ("indptr", "indices"))
+    entry = json.loads(metadata["layers"])[str(layer)]
+    rope = entry["qk_rope_head_dim"]
+    width = kv.shape[1] - rope
+    rank = 1 << (width - 1).bit_length()
+    q, kv = (torch.cat([torch.nn.functional.pad(x[..., :width], (0, rank - width)), x[..., width:]], -1).contiguous() for x in (q, kv))
+    about = {"layer": layer, "kind": entry["kind"], "model": metadata["model"], "text": metadata["text"], "width": width}
+    return Inputs(f"{Path(path).stem} layer {layer}", q, kv.float(), indptr, indices, entry["softmax_scale"], rank, rope, about)
 
 
 def _open(path):
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"capture: got {str(path)!r}, which is no file; accepted: a safetensors file as tools/capture_minilm.py writes it")
+        raise ValueError(f"capture: got {str(path)!r}, which is no file; accepted: a safetensors file as mla-lab capture writes it")
     try:
         file = safe_open(path, "pt")
         metadata = file.metadata() or {}
     except Exception as error:
         raise ValueError(f"capture: got {str(path)!r}, which is no safetensors file ({error})") from None
     if "layers" not in metadata:
-        raise ValueError(f"capture: got {str(path)!r}, whose metadata names no layers; accepted: a file as tools/capture_minilm.py writes it")
+        raise ValueError(f"capture: got {str(path)!r}, whose metadata names no layers; accepted: a file as mla-lab capture writes it")
     return file
 
 

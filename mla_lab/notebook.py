@@ -14,7 +14,7 @@ import triton
 import mla_lab
 from mla_lab.arch import check_fits, get_profile
 from mla_lab.inputs import Shape
-from mla_lab.recipe import check_p_scale
+from mla_lab.recipe import check_scale
 from mla_lab.study import E4M3, make_inputs, with_encoding
 
 
@@ -48,7 +48,7 @@ class Parameters:
             self.profile = with_encoding(self.profile, encoding)
             self.encoding = self.profile.encoding
             self.p_scale = p_scale if p_scale is not None else self.profile.p_scale
-            check_p_scale(self.p_scale)
+            check_scale(self.p_scale)
             if isinstance(kv_splits, bool) or not isinstance(kv_splits, int) or kv_splits < 1:
                 raise ValueError(f"kv_splits: got {kv_splits!r}; accepted: an integer of 1 or more")
             if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:

@@ -21,7 +21,7 @@ SMALLEST_DOT = 32
 """A product of fp8 values contracts over at least 32 columns; narrower ones are padded with zeros."""
 
 
-PACKED_CONSTANTS = ("KV_BLOCK", "BLOCK_K", "FP8_MAX", "Q_FP8", "Q_GIVEN", "P_FP8", "FNUZ", "HAS_INVALID", "HAS_SINK", "WRITE_LSE",
+PACKED_CONSTANTS = ("KV_BLOCK", "BLOCK_K", "FP8_MAX", "Q_FP8", "Q_LOW", "Q_PER_HEAD", "Q_GIVEN", "P_FP8", "P_LOW", "FNUZ", "HAS_INVALID", "HAS_SINK", "WRITE_LSE",
                     "WRITE_PARTS", "NATIVE_DOT", "NATIVE_CAST", "INTERPRET")
 """Those of `constants` that kernels.attend_packed takes: its widths are fixed."""
 
@@ -34,10 +34,20 @@ def constants(profile: Profile, recipe: Recipe, launch: Launch, *, kv_lora_rank:
         RANK=kv_lora_rank, RANK_PAD=max(kv_lora_rank, SMALLEST_DOT),
         ROPE=qk_rope_head_dim, ROPE_PAD=max(triton.next_power_of_2(qk_rope_head_dim), SMALLEST_DOT),
         KV_BLOCK=kv_block, BLOCK_K=launch.block_k, FP8_MAX=profile.encoding.max_finite,
-        CACHE_FP8=cache_fp8, Q_FP8=recipe.q == "fp8", Q_GIVEN=q_given, P_FP8=recipe.p == "fp8", FNUZ=profile.encoding.fnuz,
+        CACHE_FP8=cache_fp8, Q_FP8=recipe.q != "bf16", Q_LOW=recipe.q == "fp8x2", Q_PER_HEAD=recipe.q_granularity == "head", Q_GIVEN=q_given,
+        P_FP8=recipe.p != "bf16", P_LOW=recipe.p == "fp8x2", FNUZ=profile.encoding.fnuz,
         HAS_INVALID=has_invalid, HAS_SINK=has_sink, WRITE_LSE=write_lse, WRITE_PARTS=write_parts,
         NATIVE_DOT=native_dot, NATIVE_CAST=native_cast, INTERPRET=interpret,
     )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """ValueError for what only the emulator does."""
+    for name, runs in (("hadamard", (False,)), ("accumulate", ("f32",)), ("q_granularity", ("head_block", "head"))):
+        if getattr(recipe, name) not in runs:
+            raise ValueError(f"recipe.{name}: got {getattr(recipe, name)!r} for the Triton kernel; accepted there: {', '.join(map(repr, runs))}; backend='emulate' runs it")
+    if recipe.p_scale == "tile":
+        raise ValueError("recipe.p_scale: got 'tile' for the Triton kernel; accepted there: None, 'largest', or a number; backend='emulate' runs it")
 
 
 TESTED_CASTS = ("sm_90",)
@@ -93,7 +103,7 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, pro
         kernel = packed_kernels.attend_packed if packed else kernels.attend
         kernel[(tokens, triton.cdiv(heads, HEAD_BLOCK), kv_splits)](
             _bytes(q), *cache_arguments, kv_indptr, kv_indices, q_scale, *(() if packed else (kv_scale,)), sink, out, lse, acc, maxima, sums,
-            softmax_scale * LOG2_E, _p_scale(profile, recipe), slots(kv_buffer), heads, kv_splits,
+            softmax_scale * LOG2_E, profile.p_scale_of(recipe), slots(kv_buffer), heads, kv_splits,
             q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
             **compile_time, num_warps=launch.num_warps, num_stages=launch.num_stages,
         )
@@ -107,9 +117,3 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, pro
             SPLITS_PAD=triton.next_power_of_2(kv_splits), HAS_SINK=attn_sink is not None, WRITE_LSE=return_lse, INTERPRET=INTERPRETED,
         )
     return out[..., :kv_lora_rank], lse
-
-
-def _p_scale(profile, recipe):
-    if recipe.p == "bf16":
-        return 1.0
-    return profile.p_scale if recipe.p_scale is None else float(recipe.p_scale)

@@ -20,8 +20,8 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, kv_
                q_scale=None, attn_sink=None, arch: str | Profile | None = None, dtype: torch.dtype = torch.float32):
     """out [C, H, kv_lora_rank] and natural-log LSE [C, H], both in `dtype` (torch.float32 or torch.float64).
 
-    Arguments as in sparse_mla_fwd, except that q may be of any float type (fp8 with q_scale); negative indices are
-    holes. `arch` says in which encoding fp8 bytes are read. A query without a key: zeros and -inf (with a sink, the sink).
+    Arguments as in sparse_mla_fwd, except that q may be of any float type (fp8 with q_scale), and kv_buffer f32 [slots,
+    R] too (rows that nothing has rounded); negative indices are holes. `arch` says in which encoding fp8 bytes are read. A query without a key: zeros and -inf (with a sink, the sink).
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype: got {dtype}; accepted: torch.float32, torch.float64")
@@ -31,7 +31,7 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, kv_
     starts, lengths = kv_indptr[:-1].long(), kv_indptr.long().diff()
     # The output scales with V's scale and the scores with K's: the rows themselves stay as the cache has them.
     packed = kv_scale is None and cache.is_packed(kv_buffer)
-    scale = 1.0 if packed or kv_buffer.dtype == torch.bfloat16 else kv_scale.to(dtype).reshape(1)
+    scale = 1.0 if packed or kv_buffer.dtype in (torch.bfloat16, torch.float32) else kv_scale.to(dtype).reshape(1)
     out = torch.zeros(tokens, heads, kv_lora_rank, dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     per_token = max(1, int(lengths.max()) if tokens else 1) * (width * dtype.itemsize + heads * dtype.itemsize * 4)

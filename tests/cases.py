@@ -14,6 +14,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 BF16, FP8 = Recipe(), Recipe("fp8", "fp8")
 FP8_QK, FP8_PV = Recipe("fp8", "bf16"), Recipe("bf16", "fp8")
+TWO_TERM_Q, TWO_TERM_Q_BF16_PV = Recipe("fp8x2", "fp8", "largest"), Recipe("fp8x2", "bf16")
+TWO_TERM_P, TWO_TERMS = Recipe("fp8", "fp8x2", "largest"), Recipe("fp8x2", "fp8x2", "largest")
+FP8_PER_HEAD = Recipe("fp8", "fp8", q_granularity="head")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Case:
     seed: int = 0
 
     def __str__(self):
-        return f"{self.arch}-{self.cache}-q_{self.recipe.q}-p_{self.recipe.p}-rope{self.rope}-H{self.heads}-K{'.'.join(map(str, self.lengths))}-S{self.splits}" + (
+        head = "_head" if self.recipe.q_granularity == "head" else ""
+        return f"{self.arch}-{self.cache}-q_{self.recipe.q}{head}-p_{self.recipe.p}-rope{self.rope}-H{self.heads}-K{'.'.join(map(str, self.lengths))}-S{self.splits}" + (
             "-sink" if self.sink else "") + ("-holes" if self.holes else "")
 
 
@@ -102,4 +106,11 @@ PACKED = [
     for splits in (1, 3)
     if arch != "gfx950" or kind == "fp8_dsv32_mla"
 ]
-EVERY = PACKED + MATRIX + HEADS + WIDTHS + RANKS + SINKS
+NEWER = (TWO_TERM_Q, TWO_TERM_Q_BF16_PV, TWO_TERM_P, TWO_TERMS, FP8_PER_HEAD)
+RECIPES = [
+    Case(arch=arch, rope=64, cache=kind, recipe=recipe, splits=splits, holes=0.3)
+    for i, (kind, recipe) in enumerate((k, r) for k in ("fp8_scalar", "fp8_dsv32_mla") for r in NEWER)
+    for arch in PROFILES
+    for splits in ((1,) if i % 2 else (3,))
+]
+EVERY = PACKED + RECIPES + MATRIX + HEADS + WIDTHS + RANKS + SINKS

@@ -18,6 +18,7 @@ import torch
 
 from mla_lab import formats
 from mla_lab.formats import FORMAT_OF_DTYPE, Fp8Format, get_format
+from mla_lab.numerics import hadamard
 
 GROUP, GROUPS, PACKED_ROPE = 128, 4, 64
 PACKED_WIDTH = GROUP * GROUPS + 4 * GROUPS + 2 * PACKED_ROPE
@@ -100,6 +101,13 @@ def pack_fp8_dsv32(rows: torch.Tensor, encoding: str | Fp8Format, power_of_two: 
     rope = rows[..., latent:].to(torch.bfloat16).contiguous()
     buffer = torch.cat([codes.flatten(-2), scale.contiguous().view(torch.uint8), rope.view(torch.uint8)], -1)
     return Packed(buffer, None, saturated, flushed, groups.numel())
+
+
+def rotate(rows: torch.Tensor, kv_lora_rank: int) -> torch.Tensor:
+    """[..., R] float rows with their latent columns rotated by an orthonormal Hadamard transform, f32: what a cache holds
+    for a recipe with hadamard=True. Scores and outputs stay what they were, if Q and the output are rotated too."""
+    rows = rows.float()
+    return torch.cat([hadamard(rows[..., :kv_lora_rank]), rows[..., kv_lora_rank:]], -1)
 
 
 def split_packed(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

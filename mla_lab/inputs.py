@@ -102,13 +102,17 @@ def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, pos
     The others' share of the softmax mass is w = (topk - 1) e^-margin / (1 + (topk - 1) e^-margin): a fifth for margin 9
     and 2047 others. Since their rows point the same way they add up, and carry that share of the output too; a kernel
     that loses them is wrong by w |their row| / |output|, `about["output_part"]`. All rows have the same length (an rms
-    value of 1) unless output_part (0 to 1) asks for another length of theirs; theirs have a tenth of noise.
+    value of 1, or more where the margin is longer than such a row) unless output_part (0 to 1) asks for another length of
+    theirs; theirs have a tenth of noise.
     position: where the key stands in each list: "first", "last" or "random"; behind the others it is not yet the running
     maximum when they are rounded, and nothing of them is lost.
     """
     _check(margin=margin)
     if output_part is not None and not 0 < output_part < 1:
         raise ValueError(f"output_part: got {output_part!r}; accepted: None, or a number between 0 and 1")
+    if shape.topk < 2 or shape.width < 3:
+        name, value, least = ("topk", shape.topk, 2) if shape.topk < 2 else ("kv_lora_rank", shape.kv_lora_rank, "4 (three directions are needed)")
+        raise ValueError(f"{name}: got {value} for dominant_key; accepted: {least} or more")
     if position not in ("first", "last", "random"):
         raise ValueError(f"position: got {position!r}; accepted: 'first', 'last', 'random'")
     rng = np.random.default_rng(seed)
@@ -125,8 +129,9 @@ def dominant_key(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, pos
     ratio = 1.0  # of the others' length to the dominant row's
     if output_part is not None:
         ratio = output_part / math.sqrt(1 - output_part**2) * (1 - share) / share
-    rows[1:] += ratio * length * shared
-    rows[0] = math.sqrt(max(length**2 - margin**2, 0.0)) * own + margin * score
+    longest = max(length, margin)
+    rows[1:] += ratio * longest * shared
+    rows[0] = math.sqrt(longest**2 - margin**2) * own + margin * score
     lists = _lists(rng, shape)
     for row in lists:
         others = row[row != 0][: shape.topk - 1]
@@ -154,7 +159,100 @@ def ones(shape: Shape = Shape(), seed: int = 0, margin: float = 7.0) -> Inputs:
     return _build("ones", shape, q, rows, lists, softmax_scale=1.0, margin=margin)
 
 
-SYNTHETIC = {"normal": normal, "peaky": peaky, "dominant_key": dominant_key, "ones": ones}
+def heavy_tailed(shape: Shape = Shape(), seed: int = 0, outliers: float = 0.01, gain: float = 12.0) -> Inputs:
+    """Latents with outlier channels: a share `outliers` of them (one at least) is `gain` times as large, and all values
+    have Student's t distribution with 4 degrees of freedom (rms 1 before the gain).
+
+    The MiniLM layers in data/inputs/ have largest values of 12 to 17 rms, and channels of 4 to 7 times the median one.
+    softmax_scale keeps the scores' rms at 1.
+    """
+    _check(outliers=outliers, gain=gain)
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((shape.tokens, shape.heads, shape.width), np.float32)
+    gains = np.ones(shape.width)
+    gains[rng.permutation(shape.width)[: max(1, round(outliers * shape.width))]] = gain
+    rows = (rng.standard_t(4, (shape.slots, shape.width)) / math.sqrt(2) * gains).astype(np.float32)
+    return _build("heavy_tailed", shape, q, rows, _lists(rng, shape), softmax_scale=float(np.sum(gains**2) ** -0.5), outliers=outliers, gain=gain)
+
+
+def sink(shape: Shape = Shape(), seed: int = 0, margin: float = 9.0, length: float = 2.0) -> Inputs:
+    """`normal`, but slot 0, in every list's first place, scores `margin` nats above the mean and is a short row.
+
+    So it takes most of the softmax mass (seven tenths for margin 9 and 2047 others) and adds little to the output, as
+    the first token does in trained models. Its row is `length` long, the others sqrt(R); so every query has a component
+    along it that is margin / length times its own length, which its rounding must carry beside the rest.
+    """
+    _check(margin=margin, length=length)
+    if length == 0:
+        raise ValueError("length: got 0; accepted: a finite number above 0")
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((shape.tokens, shape.heads, shape.width), np.float32)
+    rows = rng.standard_normal((shape.slots, shape.width), np.float32)
+    direction = _unit(rng, shape.width)
+    q += (math.sqrt(shape.width) * margin / length - q @ direction)[..., None] * direction
+    rows -= (rows @ direction)[:, None] * direction
+    rows[0] = length * direction
+    lists = _lists(rng, shape)
+    for row in lists:
+        row[:] = np.concatenate([[0], row[row != 0][: shape.topk - 1]])
+    return _build("sink", shape, q, rows, lists, margin=margin, length=length)
+
+
+def uniform(shape: Shape = Shape(), seed: int = 0, spread: float = 0.02) -> Inputs:
+    """`normal` with scores of N(0, spread^2): every key weighs almost the same, and the output is nearly the rows' mean."""
+    _check(spread=spread)
+    made = normal(shape, seed)
+    return Inputs("uniform", (made.q.float() * spread).bfloat16(), made.rows, made.kv_indptr, made.kv_indices, made.softmax_scale,
+                  made.kv_lora_rank, made.qk_rope_head_dim, dict(spread=spread))
+
+
+def _scaled(name, shape, seed, factor):
+    made = normal(shape, seed)
+    return Inputs(name, made.q, made.rows * factor, made.kv_indptr, made.kv_indices, made.softmax_scale / factor,
+                  made.kv_lora_rank, made.qk_rope_head_dim, dict(factor=factor))
+
+
+def large_scale(shape: Shape = Shape(), seed: int = 0, factor: float = 3e4) -> Inputs:
+    """`normal` with latents `factor` times as large, far beyond fp8's range; softmax_scale keeps the scores N(0, 1)."""
+    _check(factor=factor)
+    return _scaled("large_scale", shape, seed, factor)
+
+
+def small_scale(shape: Shape = Shape(), seed: int = 0, factor: float = 3e-5) -> Inputs:
+    """`normal` with latents `factor` times as large, far below fp8's smallest subnormal; the scores are N(0, 1) still."""
+    _check(factor=factor)
+    return _scaled("small_scale", shape, seed, factor)
+
+
+def indexed(shape: Shape = Shape(), seed: int = 0, memory: float = 0.95) -> Inputs:
+    """Correlated keys, chosen as an indexer chooses them.
+
+    Latents and queries drift along the text (neighbours' correlation: `memory`), a token's heads share half of their
+    query, and each token gets the topk slots of the largest sum over heads of relu(score), in the text's order: the
+    indexer's form in DeepSeek-V3.2, with the attention's own scores in place of its small keys. Neighbouring tokens
+    share most of their keys: about["shared"] is the mean share.
+    """
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
+        raise ValueError(f"memory: got {memory!r}; accepted: a number from 0 to below 1")
+    rng = np.random.default_rng(seed)
+
+    def drift(steps, *rest):
+        noise = rng.standard_normal((steps, *rest), np.float32)
+        out, fresh = np.empty_like(noise), math.sqrt(1 - memory**2)
+        out[0] = noise[0]
+        for i in range(1, steps):
+            out[i] = memory * out[i - 1] + fresh * noise[i]
+        return out
+
+    rows = drift(shape.slots, shape.width)
+    q = math.sqrt(0.5) * (drift(shape.tokens, 1, shape.width) + drift(shape.tokens, shape.heads, shape.width))
+    index = np.maximum(np.einsum("chr,sr->chs", q, rows, optimize=True), 0).sum(1)
+    lists = np.sort(np.argsort(-index, axis=1, kind="stable")[:, : shape.topk], axis=1)
+    shared = [np.intersect1d(a, b).size / shape.topk for a, b in zip(lists, lists[1:])]
+    return _build("indexed", shape, q, rows, lists, memory=memory, shared=float(np.mean(shared)) if shared else 1.0)
+
+
+SYNTHETIC = {f.__name__: f for f in (normal, peaky, dominant_key, ones, heavy_tailed, sink, uniform, large_scale, small_scale, indexed)}
 
 
 def make(name: str, shape: Shape = Shape(), seed: int = 0, **options) -> Inputs:

@@ -37,3 +37,13 @@ def kept_mass(p: torch.Tensor, encoding, p_scale: float) -> torch.Tensor:
     """
     rounded = formats.decode(formats.encode((p * p_scale).float(), encoding), encoding) / p_scale
     return rounded.sum(-1) / p.float().sum(-1)
+
+
+def lost_tail(encoding, p_scale: float, keys: int) -> float:
+    """The largest share of the softmax mass that `keys - 1` alike keys below one dominant key can lose to the flush.
+
+    They flush together where S p is at the flush threshold t or below; at it they weigh p = t / S each, and so
+    (keys - 1) t / S out of 1 + (keys - 1) t / S. Below it they weigh less, above it they are kept.
+    """
+    weight = (keys - 1) * formats.get_format(encoding).flush_threshold / p_scale
+    return weight / (1 + weight)

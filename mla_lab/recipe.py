@@ -15,13 +15,18 @@ PRECISIONS = ("bf16", "fp8", "fp8x2")
 GRANULARITIES = ("head_block", "head", "tensor")
 SUMS = ("f32", "fp22", "fp22_promoted")
 
+FP8_RATE = 2.0
+"""fp8 products per bf16 product in the same time, by the vendors' dense peaks: MI325X 2,615 and 1,307 TFLOP/s, MI355X
+5,033 and 2,517, H200 1,979 and 989."""
+
 LARGEST_SCALE = 2.0**64
 """Scales beyond it, or below its inverse, are refused: f32 still has room for what they multiply."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How sparse_mla_fwd rounds.
+    """How sparse_mla_fwd rounds. The emulator runs every recipe; the Triton kernels those without "tile", "tensor",
+    hadamard and short sums.
 
     q, p: "bf16", "fp8" or "fp8x2" (two terms).
     p_scale: what an fp8 P is multiplied by before it is rounded: a number; "largest", the largest power of two in the
@@ -69,12 +74,17 @@ class Recipe:
         """Which launch configuration serves it: "fp8" where both products run in fp8, else "bf16"."""
         return "fp8" if self.q != "bf16" and self.p != "bf16" else "bf16"
 
-    def products(self, rows: int, keys: int, width: int, rank: int) -> dict[str, int]:
-        """Multiply-adds of both matrix products, {"bf16": n, "fp8": n}, for `rows` query rows (tokens times heads)."""
+    def products(self, width: int, rank: int) -> dict[str, int]:
+        """Multiply-adds of both matrix products for one query row and one key, by what they run in: {"bf16": n, "fp8": n}."""
         count = {"bf16": 0, "fp8": 0}
         for operand, columns in ((self.q, width), (self.p, rank)):
-            count["bf16" if operand == "bf16" else "fp8"] += rows * keys * columns * (2 if operand == "fp8x2" else 1)
+            count["bf16" if operand == "bf16" else "fp8"] += columns * (2 if operand == "fp8x2" else 1)
         return count
+
+    def matrix_time(self, width: int, rank: int) -> float:
+        """What the matrix products take, in units of both products once in fp8, at FP8_RATE."""
+        count = self.products(width, rank)
+        return (count["fp8"] + FP8_RATE * count["bf16"]) / (width + rank)
 
 
 def check_scale(value: float, name: str = "p_scale", also: str = "") -> None:
@@ -98,6 +108,7 @@ NAMED = {
     "fp8, Q per tensor": Recipe("fp8", "fp8", "largest", "tensor"),
     "fp8, Hadamard": Recipe("fp8", "fp8", "largest", hadamard=True),
     "fp8, short sums": Recipe("fp8", "fp8", "largest", accumulate="fp22"),
+    "fp8, short sums promoted": Recipe("fp8", "fp8", "largest", accumulate="fp22_promoted"),
     "bf16 QK, fp8 PV": Recipe("bf16", "fp8", "largest"),
     "fp8 QK, bf16 PV": Recipe("fp8", "bf16"),
     "two-term Q": Recipe("fp8x2", "fp8", "largest"),

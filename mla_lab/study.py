@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from mla_lab import cache, emulate, formats, inputs, metrics, reference
+from mla_lab import cache, emulate, formats, inputs, metrics, numerics, reference
 from mla_lab.arch import Profile, get_profile
 from mla_lab.formats import get_format
 from mla_lab.inputs import Inputs, Shape
@@ -65,10 +65,63 @@ def _run(made, packed, profile, recipe, block_k, kv_splits):
     return out.bfloat16(), lse
 
 
-def truth(made: Inputs, packed: cache.Packed, profile: Profile) -> torch.Tensor:
-    """The f32 reference over the same cache."""
-    return reference.sparse_mla(made.q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, kv_scale=packed.scale,
-                                kv_lora_rank=made.kv_lora_rank, arch=profile)[0]
+def truth(made: Inputs, packed: cache.Packed, profile: Profile, hadamard: bool = False) -> torch.Tensor:
+    """The f32 reference over the same cache. hadamard: it holds rotated rows (cache.rotate)."""
+    q = cache.rotate(made.q, made.kv_lora_rank) if hadamard else made.q
+    out = reference.sparse_mla(q, packed.buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, kv_scale=packed.scale,
+                               kv_lora_rank=made.kv_lora_rank, arch=profile)[0]
+    return numerics.hadamard(out) if hadamard else out
+
+
+def recipe_errors(every: Sequence[Inputs], profile: Profile, recipes: Mapping[str, Recipe]) -> pd.DataFrame:
+    """Relative L2 errors of every recipe on every input, with what it costs; split-K off.
+
+    The cache is fp8_scalar; the recipe of bf16 dots is there a second time, over a bf16 cache. Columns: input, recipe,
+    cache, kernel_error (against f32 attention over the same cache), total_error (over rows that nothing has rounded),
+    bf16_products, fp8_products (multiply-adds per query row and key), matrix_time (Recipe.matrix_time), bytes_per_token.
+    """
+    rows = []
+    for made in tqdm(every, desc="recipes", leave=False):
+        unrounded = reference.sparse_mla(made.q, made.rows.float(), made.kv_indptr, made.kv_indices, made.softmax_scale, kv_lora_rank=made.kv_lora_rank, arch=profile)[0]
+        width = made.q.shape[-1]
+        points = [("fp8_scalar", name, recipe) for name, recipe in recipes.items()]
+        points += [("bf16", name, recipe) for name, recipe in recipes.items() if not recipe.needs_fp8_cache]
+        packs, truths = {}, {}
+        for kind, name, recipe in points:
+            key = kind, recipe.hadamard
+            if key not in packs:
+                latents = cache.rotate(made.rows, made.kv_lora_rank) if recipe.hadamard else made.rows
+                packs[key] = cache.pack_bf16(latents) if kind == "bf16" else cache.pack_fp8_scalar(latents, profile.encoding)
+                truths[key] = truth(made, packs[key], profile, recipe.hadamard)
+            out, _ = run(made, packs[key], profile, recipe)
+            count = recipe.products(width, made.kv_lora_rank)
+            rows.append(dict(input=made.name, recipe=name, cache=kind, kernel_error=metrics.relative_l2(out, truths[key]), total_error=metrics.relative_l2(out, unrounded),
+                             bf16_products=count["bf16"], fp8_products=count["fp8"], matrix_time=recipe.matrix_time(width, made.kv_lora_rank),
+                             bytes_per_token=width * packs[key].buffer.itemsize))
+    return pd.DataFrame(rows)
+
+
+def recipe_summary(errors: pd.DataFrame) -> pd.DataFrame:
+    """recipe_errors over the inputs: geometric mean and worst of both errors, and whether no other point is better.
+
+    on_front, on_front_total: no other recipe and cache has an error (geometric mean of kernel_error, total_error), a
+    matrix_time and bytes_per_token that are all as small and one of them smaller; errors count to two digits. Costs are
+    those of the widest input.
+    """
+    mean = lambda x: float(np.exp(np.log(x.clip(lower=1e-12)).mean()))
+    coarse = lambda x: x.map(lambda v: float(f"{v:.1e}"))  # what differs in the third digit differs by the seed
+    table = errors.groupby(["recipe", "cache"], sort=False).agg(
+        kernel_error=("kernel_error", mean), worst_kernel_error=("kernel_error", "max"), total_error=("total_error", mean), worst_total_error=("total_error", "max"),
+        matrix_time=("matrix_time", "max"), bytes_per_token=("bytes_per_token", "max")).reset_index()
+    for name, error in (("on_front", "kernel_error"), ("on_front_total", "total_error")):
+        table[name] = pareto_front(table[[error, "matrix_time", "bytes_per_token"]].assign(**{error: coarse(table[error])}))
+    return table
+
+
+def pareto_front(points: pd.DataFrame) -> list[bool]:
+    """For each row: no other row is at most as large in every column and smaller in one."""
+    x = points.to_numpy(float)
+    return [not bool(((x <= row).all(1) & (x < row).any(1)).any()) for row in x]
 
 
 def error_parts(every: Sequence[Inputs], profile: Profile, p_scales: Sequence[float]) -> pd.DataFrame:
@@ -214,6 +267,66 @@ def kept_share(encodings: Sequence[str] = E4M3, keys: int = 2048, margins: np.nd
             for margin, kept in zip(margins, metrics.kept_mass(p, e, s)):
                 rows.append(dict(encoding=e, p_scale=float(s), margin=float(margin), kept=float(kept)))
     return pd.DataFrame(rows)
+
+
+def lost_tail(p_scales: Sequence[float], keys: int = 2048, encodings: Sequence[str] = E4M3, arch: str | Profile = "gfx942") -> pd.DataFrame:
+    """What share of the softmax mass a tail loses at the margin from which it flushes, the worst there is.
+
+    Columns: encoding, p_scale, margin (nats), formula (metrics.lost_tail), kernel_lost (1 minus the emulated kernel's
+    output on V all ones, at a margin a ten-thousandth beyond).
+    """
+    made = inputs.ones(Shape(tokens=1, heads=1, qk_rope_head_dim=64, topk=keys, slots=keys), margin=1.0)
+    rows = []
+    for e in encodings:
+        packed = cache.pack_fp8_scalar(made.rows, e, scale=1.0)
+        for s in p_scales:
+            margin = math.log(s / get_format(e).flush_threshold)
+            at = dataclasses.replace(made, softmax_scale=1.0001 * margin)  # the key below has a score of -1 before it
+            out, _ = run(at, packed, with_encoding(arch, e), Recipe("bf16", "fp8", float(s)))
+            rows.append(dict(encoding=e, p_scale=float(s), margin=margin, formula=metrics.lost_tail(e, s, keys), kernel_lost=1 - float(out.float().mean())))
+    return pd.DataFrame(rows)
+
+
+def error_by_spread(shape: Shape, seed: int, profile: Profile, spreads: Sequence[float]) -> pd.DataFrame:
+    """`normal` with scores of N(0, spread^2): relative L2 errors of fp8 dots, of Q's and of P's rounding alone."""
+    made = inputs.normal(shape, seed)
+    packed = cache.pack_fp8_scalar(made.rows, profile.encoding)
+    recipes = {"Q and P": FP8_DOTS, "Q": Recipe("fp8", "bf16"), "P": Recipe("bf16", "fp8")}
+    rows = []
+    for spread in spreads:
+        at = dataclasses.replace(made, softmax_scale=made.softmax_scale * spread)
+        right = truth(at, packed, profile)
+        for what, recipe in recipes.items():
+            rows.append(dict(spread=float(spread), rounded=what, relative_l2=metrics.relative_l2(run(at, packed, profile, recipe)[0], right)))
+    return pd.DataFrame(rows)
+
+
+def errors_beside_published(shape: Shape, seed: int, profile: Profile, p_scale: float) -> pd.DataFrame:
+    """What the published work reports of fp8's accuracy (MI325X, gfx942) beside the same quantity here: what, here, published.
+
+    All against f32 attention over the same cache. Q's share is that of the squared error: 1 - (error without Q's
+    rounding / error)^2. Published ranges and remarks are given as text.
+    """
+    fp8 = Recipe("fp8", "fp8", p_scale)
+    here = {}
+    for name in ("normal", "peaky", "dominant_key"):
+        made = inputs.make(name, shape, seed)
+        packed = cache.pack_fp8_scalar(made.rows, profile.encoding)
+        right = truth(made, packed, profile)
+        for what, recipe in {"bf16 dots": BF16_DOTS, "fp8 dots": fp8, "P alone": Recipe("bf16", "fp8", p_scale)}.items():
+            here[name, what] = metrics.relative_l2(run(made, packed, profile, recipe)[0], right)
+    table = published("accuracy_mi325x").query("metric == 'relative L2' and (p_scale == 128 or dots == 'bf16')")
+    there = {("bf16 dots" if row.dots == "bf16" else "fp8 dots", row.input.split(",")[0].split("(")[0].split(" ")[0]): row.value for row in table.itertuples()}
+    share = lambda name: 1 - (here[name, "P alone"] / here[name, "fp8 dots"]) ** 2
+    as_percent = lambda value: " to ".join(f"{100 * float(v):.1f}" for v in str(value).split("..")) + "%"
+    rows = [
+        ("bf16 dots, normal", f"{here['normal', 'bf16 dots']:.2%}", as_percent(there["bf16 dots", "normal"])),
+        ("fp8 dots, normal", f"{here['normal', 'fp8 dots']:.2%}", as_percent(there["fp8 dots", "normal"])),
+        ("fp8 dots, normal: Q's share of the squared error", f"{share('normal'):.0%}", table[(table.dots == "fp8") & table.input.str.startswith("normal")].note.iloc[0]),
+        ("fp8 dots, peaky", f"{here['peaky', 'fp8 dots']:.2%}", as_percent(there["fp8 dots", "peaky"])),
+        ("fp8 dots, dominant_key", f"{here['dominant_key', 'fp8 dots']:.2%}", as_percent(there["fp8 dots", "one"])),
+    ]
+    return pd.DataFrame(rows, columns=["what", "here", "published"])
 
 
 def lost_mass_in_the_kernel(arch: str | Profile, seed: int, margin: float = 7.0, p_scales: Sequence[float] = (), encodings: Sequence[str] = E4M3) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""mla-lab: run notebooks, time the kernels, capture a model's attention."""
+"""mla-lab: run notebooks, time and check the kernels, capture a model's attention."""
 
 from __future__ import annotations
 
@@ -115,3 +115,48 @@ def capture(model, text, out, layers, queries, tokens, kv_head, dtype, values, a
         click.echo(f"layer {n} ({layer.kind}): {layer.q.shape[1]} heads, {layer.rows.shape[1] - layer.rope} latent and {layer.rope} rope columns, "
                    f"{min(map(len, layer.lists))} to {max(map(len, layer.lists))} keys a query; against the model's own output {layer.error():.1e}")
     click.echo(f"{out}: {ids.shape[1]} tokens, {len(found)} layers, {out.stat().st_size / 1e6:.2f} MB")
+
+
+@app.command()
+@click.option("--arch", "archs", multiple=True, help="A profile; may be repeated. The device's own, where it is left out.")
+@click.option("--recipes", default="all", show_default=True, help="Names of recipes with semicolons between them.")
+@click.option("--inputs", default="normal,peaky,dominant_key,heavy_tailed,sink,uniform,indexed,minilm_alice", show_default=True, help="Names of inputs with commas between them.")
+@click.option("--tokens", default=2, show_default=True, type=click.IntRange(1), help="Query tokens of synthetic inputs.")
+@click.option("--topk", default=2048, show_default=True, type=click.IntRange(2), help="Keys per query of synthetic inputs.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--out", type=click.Path(path_type=Path), help="A path without suffix: the table as Parquet and CSV.")
+def check(archs, recipes, inputs, tokens, topk, seed, out):
+    """Hold this device's Triton kernel against the emulator, for every recipe that it runs and every input.
+
+    The first thing to run on a GPU that nobody has tried. Without a GPU it runs the kernel in Triton's interpreter, if
+    TRITON_INTERPRET=1 is set. Exits with 1 where the two are further apart than their order of sums explains.
+    """
+    import pandas as pd
+    import torch
+
+    from mla_lab import check as checks
+    from mla_lab import notebook, portable
+    from mla_lab.arch import get_profile
+
+    gpu = torch.cuda.is_available()
+    if not gpu and not portable.INTERPRETED:
+        raise click.UsageError("device: got no GPU; accepted: one, or TRITON_INTERPRET=1 in the environment")
+    device = "cuda" if gpu else "cpu"
+    frames = []
+    for arch in archs or (get_profile(None, device).name,):
+        try:
+            given = notebook.Parameters(arch=arch, tokens=tokens, topk=topk, seed=seed, inputs=inputs)
+            chosen = notebook.recipes(recipes)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        frames.append(checks.check(given.inputs, given.profile, chosen, device))
+    frame = pd.concat(frames, ignore_index=True)
+    command = "mla-lab check" + "".join(f" --arch {a}" for a in archs) + f" --recipes '{recipes}' --inputs {inputs} --tokens {tokens} --topk {topk} --seed {seed}"
+    frame = frame.assign(device=notebook.device_name() + ("" if gpu else ", Triton's interpreter"), versions=notebook.versions(), seed=seed, command=command)
+    click.echo(frame.drop(columns=["device", "versions", "seed", "command"]).to_string(index=False))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        notebook.write_table(frame, out)
+    bad = frame[~frame.ok]
+    click.echo(f"{len(frame) - len(bad)} of {len(frame)} agree; furthest apart {frame.apart.max():.1e}")
+    sys.exit(1 if len(bad) else 0)

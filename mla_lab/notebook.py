@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import shlex
@@ -14,12 +15,12 @@ import triton
 import mla_lab
 from mla_lab.arch import check_fits, get_profile
 from mla_lab.inputs import Shape
-from mla_lab.recipe import check_scale
+from mla_lab.recipe import NAMED, Recipe, check_scale
 from mla_lab.study import E4M3, make_inputs, with_encoding
 
 
 # Notebook tables are read whole.
-pd.set_option("display.max_colwidth", 120, "display.width", 160, "display.max_columns", 30)
+pd.set_option("display.max_colwidth", 240, "display.width", 160, "display.max_columns", 30)
 
 
 class ParameterError(ValueError):
@@ -29,16 +30,20 @@ class ParameterError(ValueError):
         return [f"ParameterError: {self}"]
 
 
+LARGEST_INPUTS = 8 << 30
+"""Bytes. A notebook is meant for a laptop; a larger study calls the package."""
+
+
 class Parameters:
     """The parameters that notebooks share, checked, with what follows from them.
 
     profile: of `arch`, reading `encoding` where that is given. p_scale: given, or the profile's. inputs: a
-    comma-separated list of names for study.make_inputs. Raises ParameterError with the name, what came, what is accepted.
+    comma-separated list of names for study.make_inputs. others: a notebook's own parameters, recorded only. Raises ParameterError with the name, what came, what is accepted.
     """
 
-    def __init__(self, *, arch, encoding=None, p_scale=None, tokens=4, heads=16, kv_lora_rank=None, qk_rope_head_dim=0, topk=2048, seed=0, inputs="normal", kv_splits=None):
+    def __init__(self, *, arch, encoding=None, p_scale=None, tokens=4, heads=16, kv_lora_rank=None, qk_rope_head_dim=0, topk=2048, seed=0, inputs="normal", kv_splits=None, **others):
         self.given = dict(arch=arch, encoding=encoding, p_scale=p_scale, tokens=tokens, heads=heads, kv_lora_rank=kv_lora_rank,
-                          topk=topk, seed=seed, inputs=inputs, kv_splits=kv_splits)
+                          topk=topk, seed=seed, inputs=inputs, kv_splits=kv_splits, **others)
         kv_lora_rank = 512 if kv_lora_rank is None else kv_lora_rank
         kv_splits = 1 if kv_splits is None else kv_splits
         try:
@@ -61,7 +66,13 @@ class Parameters:
                 raise ValueError(f"inputs: got {inputs!r}; accepted: names with commas between them")
             for dots in ("bf16", "fp8"):
                 check_fits(self.profile, dots, kv_lora_rank, qk_rope_head_dim)
-            self.inputs = make_inputs([name.strip() for name in inputs.split(",")], self.shape, seed)
+            names = [name.strip() for name in inputs.split(",")]
+            if len(set(names)) < len(names):
+                raise ValueError(f"inputs: got {inputs!r}; accepted: each name once")
+            size = 4 * (self.shape.slots * self.shape.width + self.shape.tokens * (self.shape.heads * self.shape.width + self.shape.slots)) * len(names)
+            if size > LARGEST_INPUTS:
+                raise ValueError(f"tokens, heads, kv_lora_rank, topk: got {tokens}, {heads}, {kv_lora_rank}, {topk}, which take about {size / 2**30:.0f} GiB of inputs; accepted: up to {LARGEST_INPUTS >> 30} GiB")
+            self.inputs = make_inputs(names, self.shape, seed)
         except ValueError as error:
             raise ParameterError(error) from None
 
@@ -79,6 +90,19 @@ def device_name() -> str:
 
 def versions() -> str:
     return f"mla_lab {mla_lab.__version__}, torch {torch.__version__}, triton {triton.__version__}, python {platform.python_version()}"
+
+
+def recipes(names: str, p_scale: float | None = None) -> dict[str, Recipe]:
+    """Recipes by their names in recipe.NAMED, semicolons between them; "all" for all. p_scale, where given, takes the
+    place of the "largest" and of the profile's. Raises ParameterError for another name."""
+    chosen = list(NAMED) if names == "all" else [name.strip() for name in names.split(";")] if isinstance(names, str) else [names]
+    for name in chosen:
+        if name not in NAMED:
+            raise ParameterError(f"recipes: got {name!r}; accepted: all, or names with semicolons between them: {'; '.join(NAMED)}")
+    made = {name: NAMED[name] for name in chosen}
+    if p_scale is not None:
+        made = {name: dataclasses.replace(r, p_scale=p_scale) if r.p != "bf16" and r.p_scale in (None, "largest") else r for name, r in made.items()}
+    return made
 
 
 class Results:

@@ -203,3 +203,133 @@ def cache_errors(errors: pd.DataFrame) -> plt.Figure:
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle("Which cache is the more accurate, under which products?")
     return figure
+
+
+def _short(names):
+    return [n.replace("minilm_alice ", "MiniLM\n").replace("_", "_\n", 1) if len(n) > 8 else n for n in names]
+
+
+def error_budget(budget: pd.DataFrame) -> plt.Figure:
+    """budget.error_budget of one recipe: bars of what each rounding costs alone, a black tick where theory puts it."""
+    kinds = {"Q": ORANGE, "K and V": GREEN, "P": SKY, "output": GREY, "whole": BLUE}
+    names = list(dict.fromkeys(budget.input))
+    figure, axes = plt.subplots(figsize=(10.5, 4.2))
+    for i, (kind, color) in enumerate(kinds.items()):
+        part = budget[budget.operand == kind].set_index("input").reindex(names)
+        at = np.arange(len(names)) + 0.17 * (i - 2)
+        axes.bar(at, 100 * part.alone, 0.16, color=color, label={"K and V": "K and V (the cache)", "whole": "all together"}.get(kind, kind))
+        axes.scatter(at, 100 * part.predicted, marker="_", s=70, color="black", linewidths=1.6, zorder=4, label="by theory" if i == 0 else None)
+    axes.set_xticks(range(len(names)), _short(names), fontsize=8)
+    axes.set(ylabel="relative L2 error (%)", title=f"Which rounding costs what? (recipe: {budget.recipe.iloc[0]}; against f32 attention over unrounded rows)")
+    figure.legend(loc="outside lower center", frameon=False, ncols=6)
+    return figure
+
+
+def error_theory(budget: pd.DataFrame) -> plt.Figure:
+    """budget.error_budget: every rounding's measured cost against what theory says."""
+    kinds = {"Q": (ORANGE, "o"), "K": (GREEN, "s"), "V": (PURPLE, "^"), "P": (SKY, "D"), "output": (GREY, "v"), "whole": (BLUE, "P")}
+    figure, axes = plt.subplots(figsize=(5.6, 5))
+    for kind, (color, marker) in kinds.items():
+        part = budget[(budget.operand == kind) & (budget.predicted > 0) & (budget.alone > 0)]
+        axes.scatter(100 * part.predicted, 100 * part.alone, color=color, marker=marker, s=30, label=kind)
+    low, high = axes.get_xlim()[0], max(axes.get_xlim()[1], axes.get_ylim()[1])
+    line = np.geomspace(max(low, 0.01), high, 2)
+    axes.plot(line, line, color=GREY, linewidth=1, label="equal")
+    axes.fill_between(line, line / 1.25, line * 1.25, color=GREY, alpha=0.15, linewidth=0, label="within 25%")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for limits, setter in ((axes.get_xlim(), axes.set_xticks), (axes.get_ylim(), axes.set_yticks)):
+        ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if limits[0] <= t <= limits[1]]
+        setter(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel="predicted relative L2 error (%)", ylabel="emulated relative L2 error (%)", title="Does theory say what each rounding costs?")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def error_by_spread(errors: pd.DataFrame, published: pd.DataFrame) -> plt.Figure:
+    """study.error_by_spread, with the published errors (MI325X, columns input, relative_l2) as horizontal lines."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.8))
+    for kind, color in {"Q and P": BLUE, "Q": ORANGE, "P": SKY}.items():
+        part = errors[errors.rounded == kind]
+        axes.plot(part.spread, 100 * part.relative_l2, color=color, marker=".", label=f"{kind} in fp8")
+    for row, style in zip(published.itertuples(), ("--", ":")):
+        axes.axhline(100 * row.relative_l2, color="black", linewidth=1, linestyle=style, label=f"published, MI325X: {row.input}")
+    axes.set(xlabel="standard deviation of the scores (nats)", ylabel="relative L2 error (%)", ylim=(0, None), title="How does the error depend on the spread of the scores?")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def recipe_errors(errors: pd.DataFrame, summary: pd.DataFrame) -> plt.Figure:
+    """study.recipe_errors as points per input, study.recipe_summary's mean as a bar; bold: on the Pareto front."""
+    order = summary.sort_values(["matrix_time", "total_error"], ascending=[False, False])
+    names = [f"{row.recipe}{' (bf16 cache)' if row.cache == 'bf16' else ''}, {row.matrix_time:g}x" for row in order.itertuples()]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 0.32 * len(names) + 1.5), sharey=True)
+    for axes, column, front, title in zip(panels, ("kernel_error", "total_error"), ("on_front", "on_front_total"), ("what the products add (same cache)", "with the cache's own rounding")):
+        for y, row in enumerate(order.itertuples()):
+            points = errors[(errors.recipe == row.recipe) & (errors.cache == row.cache)][column]
+            color = BLUE if getattr(row, front) else GREY
+            axes.scatter(100 * points, [y] * len(points), s=14, color=color, alpha=0.5, linewidths=0)
+            axes.scatter(100 * getattr(row, column), y, marker="|", s=190, linewidths=2.6, color=color)
+        axes.set_xscale("log")
+        ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="relative L2 error (%)", title=title)
+    panels[0].set_yticks(range(len(names)), names)
+    figure.suptitle("How accurate is each recipe, and what do its products cost? (bar: geometric mean; blue: on the Pareto front; 2x: time of the products)")
+    return figure
+
+
+def pareto(summary: pd.DataFrame) -> plt.Figure:
+    """study.recipe_summary: both errors against the time of the matrix products; filled: on the front."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
+    for axes, column, on_front, title in zip(panels, ("kernel_error", "total_error"), ("on_front", "on_front_total"), ("what the products add (same cache)", "with the cache's own rounding")):
+        for kind, marker, color in (("fp8_scalar", "o", BLUE), ("bf16", "s", ORANGE)):
+            for front in (True, False):
+                some = summary[(summary.cache == kind) & (summary[on_front] == front)]
+                axes.scatter(some.matrix_time, 100 * some[column], marker=marker, s=48, color=color if front else "none", edgecolors=color,
+                             label=f"{kind} cache, {'on the front' if front else 'not on it'}")
+        front = summary[summary[on_front]].sort_values(column)
+        for time, group in front.groupby("matrix_time"):
+            below = 100.0  # labels of points that coincide stand on one another
+            for row in group.sort_values(column, ascending=False).itertuples():
+                at = min(getattr(row, column), below / 1.18)
+                axes.annotate(row.recipe, (time, 100 * getattr(row, column)), xytext=(time + 0.05, 100 * at), fontsize=8, va="center")
+                below = at
+        axes.set(xlabel="time of the matrix products (both in fp8: 1)", xlim=(0.9, 2.75), title=title)
+    _percent_axis(panels[0])
+    panels[0].set_ylabel("relative L2 error (%), geometric mean")
+    panels[1].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.suptitle("Which recipes are worth their cost? (named: no other is better in error, time and bytes)")
+    return figure
+
+
+def lost_tail(lost: pd.DataFrame, keys: int) -> plt.Figure:
+    """study.lost_tail: the formula as a line, the emulated kernel as points; a cross where p = 1 saturates."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.8))
+    for encoding, group in lost.groupby("encoding", sort=False):
+        color = ENCODING_COLOR[encoding]
+        axes.plot(group.p_scale, 100 * group.formula, color=color, linewidth=1, label=f"{encoding}: formula")
+        legal = group.p_scale <= {"e4m3fnuz": 240, "e4m3fn": 448}[encoding]
+        axes.scatter(group.p_scale[legal], 100 * group.kernel_lost[legal], color=color, s=30, label=f"{encoding}: emulated kernel")
+        axes.scatter(group.p_scale[~legal], 100 * group.kernel_lost[~legal], color=color, s=40, marker="x", label=f"{encoding}: the same, but p = 1 saturates")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="P scale S", ylabel="lost share of the softmax mass (%)", title=f"How much of the mass can still be lost? (one key above {keys - 1} that just flush)")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def outlier_gains(errors: pd.DataFrame) -> plt.Figure:
+    """study.outlier_gains: error of the ordinary channels against the outlier's size."""
+    dashes = {"fp8_scalar": "-", "fp8_dsv32_mla": "--", "fp8_dsv32_mla, scales 2^n": ":"}
+    figure, axes = plt.subplots(figsize=(7.5, 3.8))
+    for (encoding, kind), group in errors.groupby(["encoding", "cache"], sort=False):
+        axes.plot(group.gain, 100 * group.error, color=ENCODING_COLOR[encoding], linestyle=dashes[kind], label=f"{encoding}, {kind}")
+    axes.set_xscale("log")
+    _percent_axis(axes)
+    axes.set(xlabel="size of one channel, the others' being 1", ylabel="relative L2 error of the other channels (%)",
+             title="When does an outlier channel hurt the others?")
+    axes.legend(frameon=False, fontsize=8)
+    return figure

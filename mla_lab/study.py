@@ -188,7 +188,7 @@ def cache_errors(every: Sequence[Inputs], profile: Profile, p_scale: float) -> p
     """
     rows = []
     for made in tqdm([with_rope_columns(made) for made in every], desc="caches", leave=False):
-        unrounded = reference.sparse_mla(made.q.float(), cache.pack_bf16(made.rows).buffer, made.kv_indptr, made.kv_indices, made.softmax_scale, arch=profile)[0]
+        unrounded = reference.sparse_mla(made.q, made.rows.float(), made.kv_indptr, made.kv_indices, made.softmax_scale, kv_lora_rank=made.kv_lora_rank, arch=profile)[0]
         kinds = {"bf16": cache.pack_bf16(made.rows), "fp8_scalar": cache.pack_fp8_scalar(made.rows, profile.encoding),
                  "fp8_dsv32_mla": cache.pack_fp8_dsv32(made.rows, profile.encoding), "fp8_dsv32_mla, scales 2^n": cache.pack_fp8_dsv32(made.rows, profile.encoding, power_of_two=True)}
         for kind, packed in kinds.items():
@@ -198,6 +198,70 @@ def cache_errors(every: Sequence[Inputs], profile: Profile, p_scale: float) -> p
                 rows.append(dict(input=made.name, cache=kind, bytes=packed.buffer.shape[-1] * packed.buffer.itemsize, dots=recipe.dots,
                                  kernel_error=metrics.relative_l2(out, right), total_error=metrics.relative_l2(out, unrounded)))
     return pd.DataFrame(rows)
+
+
+def encoding_errors(every: Sequence[Inputs], profile: Profile) -> pd.DataFrame:
+    """Total error of the fp8_scalar cache in each encoding, packed for itself, under bf16 dots: input, encoding, total_error."""
+    rows = []
+    for made in every:
+        unrounded = reference.sparse_mla(made.q, made.rows.float(), made.kv_indptr, made.kv_indices, made.softmax_scale, kv_lora_rank=made.kv_lora_rank, arch=profile)[0]
+        for e in E4M3:
+            out, _ = run(made, cache.pack_fp8_scalar(made.rows, e), with_encoding(profile, e), BF16_DOTS)
+            rows.append(dict(input=made.name, encoding=e, total_error=metrics.relative_l2(out, unrounded)))
+    return pd.DataFrame(rows)
+
+
+def outlier_gains(gains: Sequence[float], seed: int, encodings: Sequence[str] = E4M3, slots: int = 512) -> pd.DataFrame:
+    """Rows of N(0, 1) with one latent channel `gain` times as large: what that outlier costs the other 511.
+
+    Columns: gain, cache, encoding, error (relative L2 of the other latent columns after packing and unpacking, over the
+    outlier's own group of 128 and the rest alike), flushed (their share that became 0).
+    """
+    rng = np.random.default_rng(seed)
+    plain = torch.from_numpy(rng.standard_normal((slots, 576), np.float32))
+    others = torch.arange(512) != 7
+    rows = []
+    for gain in tqdm(gains, desc="outliers", leave=False):
+        latents = plain.clone()
+        latents[:, 7] *= gain
+        right = latents[:, :512][:, others]
+        for e in encodings:
+            packs = {"fp8_scalar": cache.pack_fp8_scalar(latents, e), "fp8_dsv32_mla": cache.pack_fp8_dsv32(latents, e),
+                     "fp8_dsv32_mla, scales 2^n": cache.pack_fp8_dsv32(latents, e, power_of_two=True)}
+            for kind, packed in packs.items():
+                got = cache.unpack(packed.buffer, packed.scale, e).reshape(slots, -1)[:, :512][:, others]
+                rows.append(dict(gain=float(gain), cache=kind, encoding=e, error=metrics.relative_l2(got, right), flushed=float((got == 0).float().mean())))
+    return pd.DataFrame(rows)
+
+
+def token_bytes(kv_lora_rank: int = 512, qk_rope_head_dim: int = 0) -> pd.DataFrame:
+    """Bytes of one token in one layer's cache, and how many tokens fit into a GiB: columns cache, bytes, tokens_per_gib."""
+    width = kv_lora_rank + qk_rope_head_dim
+    kinds = {"bf16": 2 * width, "fp8_scalar": width}
+    if (kv_lora_rank, qk_rope_head_dim) == (512, cache.PACKED_ROPE):
+        kinds["fp8_dsv32_mla"] = cache.PACKED_WIDTH
+    return pd.DataFrame([dict(cache=kind, bytes=size, tokens_per_gib=2**30 // size) for kind, size in kinds.items()])
+
+
+def capacity_ratio(kv_lora_rank: int = 512) -> tuple[pd.DataFrame, dict[str, float]]:
+    """How far bytes explain the published KV capacities (bf16 and fp8, one serving set-up): a table, and what they imply.
+
+    The published figures are rounded to three digits, so that their ratio lies between two bounds. Besides the latent row
+    something that fp8 does not shrink must be kept per token and layer; `implied` holds the bounds of the ratio and of
+    those bytes x, from (2 w + x) / (w + x) = ratio with w bytes in fp8. The table: candidates for x, the ratio that each
+    gives, and whether it lies within the published bounds.
+    """
+    there = published("end_to_end_mi325x").set_index("metric").loc["KV cache capacity"]
+    bf16, fp8 = float(there.bf16_kv_bf16_dots), float(there.fp8_kv_fp8_dots)
+    half = 0.05e6  # of the last digit given
+    low, high = (fp8 - half) / (bf16 + half), (fp8 + half) / (bf16 - half)
+    implied = lambda ratio: kv_lora_rank * (2 - ratio) / (ratio - 1)
+    candidates = {"nothing else": 0, "an index key of 128 in bf16 for every token": 256, "an index key of 128 in fp8 for every token": 128,
+                  "an index key of 128 in bf16 for every 4 tokens": 64, "an index key of 128 in bf16 for every 16 tokens": 16}
+    rows = [dict(besides_the_latent=what, bytes=x, ratio=(2 * kv_lora_rank + x) / (kv_lora_rank + x)) for what, x in candidates.items()]
+    table = pd.DataFrame(rows)
+    table["within_published"] = table.ratio.between(low, high)
+    return table, dict(ratio_low=low, ratio_high=high, bytes_low=implied(high), bytes_high=implied(low))
 
 
 def best_power_of_two(sweep: pd.DataFrame) -> pd.DataFrame:

@@ -70,6 +70,55 @@ def test_the_dominant_keys_tail_carries_the_part_of_the_output_that_it_says():
         assert abs(part - made.about["output_part"]) < 0.01 and (asked is None or made.about["output_part"] == pytest.approx(asked))
 
 
+def test_dominant_keys_rows_are_of_equal_length_where_the_margin_is_longer_than_a_row_would_be():
+    made = inputs.dominant_key(Shape(tokens=1, kv_lora_rank=16, topk=64, slots=100), margin=9.0)  # sqrt(16) < 9
+    lengths = made.rows.norm(dim=-1)
+    assert abs(lengths[0] - 9.0) < 1e-4 and abs(lengths[1:].mean() - 9.0) < 0.1
+    s = scores(made)
+    torch.testing.assert_close((s[..., :1] - s[..., 1:]).mean(), torch.tensor(9.0), rtol=0, atol=0.05)
+
+
+def test_heavy_tailed_has_outlier_channels_and_scores_of_rms_1():
+    made = inputs.heavy_tailed(Shape(tokens=4))
+    rms = made.rows.square().mean(0).sqrt().sort().values
+    assert (rms[-5:] > 8).all() and rms[-6] < 2 and abs(rms[:-5].mean() - 1) < 0.1
+    assert abs(scores(made).square().mean().sqrt() - 1) < 0.3
+    assert float(made.rows.abs().max() / made.rows.square().mean().sqrt()) > 12  # as in the MiniLM layers
+
+
+def test_a_sink_takes_the_mass_and_is_short():
+    made = inputs.sink(Shape(tokens=2))
+    p = scores(made).softmax(-1)
+    assert (made.kv_indices.view(2, -1)[:, 0] == 0).all()
+    assert ((p[..., 0] > 0.6) & (p[..., 0] < 0.8)).all()
+    assert abs(made.rows[0].norm() - 2.0) < 1e-4 and made.rows[1:].norm(dim=-1).min() > 18
+
+
+def test_uniform_weighs_all_keys_alike():
+    p = scores(inputs.uniform(Shape(tokens=2))).softmax(-1)
+    assert p.max() < 1.15 / 2048 and p.min() > 0.85 / 2048
+
+
+@pytest.mark.parametrize("make, factor", [(inputs.large_scale, 3e4), (inputs.small_scale, 3e-5)])
+def test_scales_leave_the_scores_alone(make, factor):
+    made, plain = make(Shape(tokens=1)), inputs.normal(Shape(tokens=1))
+    torch.testing.assert_close(made.rows, plain.rows * factor)
+    torch.testing.assert_close(scores(made), scores(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_indexed_keys_are_the_best_and_shared_by_neighbours():
+    made = inputs.indexed(Shape(tokens=4))
+    lists = made.kv_indices.view(4, -1)
+    assert (lists.diff(dim=-1) > 0).all()  # in the text's order
+    every = torch.einsum("chr,sr->chs", made.q.float(), made.rows).clamp_min(0).sum(1)
+    for row, score in zip(lists, every):
+        rest = torch.ones(8192, dtype=torch.bool)
+        rest[row.long()] = False
+        assert score[row.long()].min() > score[rest].max() * 0.99  # bf16 queries against the f32 ones that chose
+    shared = [len(set(a.tolist()) & set(b.tolist())) / 2048 for a, b in zip(lists, lists[1:])]
+    assert made.about["shared"] == pytest.approx(sum(shared) / 3) and made.about["shared"] > 0.7  # a random choice: 0.25
+
+
 def test_ones_is_one_whatever_the_weights():
     made = inputs.ones(Shape(tokens=1, heads=2, qk_rope_head_dim=64, topk=64, slots=100), margin=7.0)
     out, lse = reference.sparse_mla(made.q, made.rows.bfloat16(), made.kv_indptr, made.kv_indices, made.softmax_scale)
@@ -101,7 +150,7 @@ def test_the_capture_says_what_it_is_and_is_small():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match="input: got 'gauss'; accepted: normal, peaky, dominant_key, ones"):
+    with pytest.raises(ValueError, match="input: got 'gauss'; accepted: normal, peaky, dominant_key, ones, heavy_tailed"):
         inputs.make("gauss")
     with pytest.raises(ValueError, match="layer: got 9; accepted for minilm_alice.safetensors: 0, 1, 2"):
         inputs.load_capture(CAPTURE, 9)
@@ -116,6 +165,10 @@ def test_refusals(tmp_path):
         Shape(tokens=0)
     with pytest.raises(ValueError, match="margin: got -1"):
         inputs.peaky(SMALL, margin=-1)
+    with pytest.raises(ValueError, match="length: got 0; accepted"):
+        inputs.sink(SMALL, length=0)
+    with pytest.raises(ValueError, match="memory: got 1; accepted: a number from 0 to below 1"):
+        inputs.indexed(SMALL, memory=1)
     with pytest.raises(ValueError, match="position: got 'middle'"):
         inputs.dominant_key(SMALL, position="middle")
     with pytest.raises(ValueError, match="qk_rope_head_dim: got 0; accepted: 1 or more"):

@@ -55,7 +55,7 @@ def test_papermill_by_hand_from_any_folder(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ("run 01 -p p_scal 64", "-p p_scal: not a parameter of 01_fnuz_underflow; accepted: arch, encoding, p_scale"),
-    ("run nothing", "notebook: got 'nothing'; accepted: 01_fnuz_underflow, 02_p_scale_sweep, 03_caches, or a path"),
+    ("run nothing", "notebook: got 'nothing'; accepted: 01_fnuz_underflow, 02_p_scale_sweep, 03_error_budget, 04_recipes, 05_cache_formats, or a path"),
     ("run -p kv_splits 4", "-p kv_splits: not a parameter of 01_fnuz_underflow"),
 ])
 def test_what_mla_lab_refuses_before_anything_starts(arguments, message, tmp_path):
@@ -65,12 +65,16 @@ def test_what_mla_lab_refuses_before_anything_starts(arguments, message, tmp_pat
 
 @pytest.mark.parametrize("given, message", [
     ({"arch": "gfx90a"}, "arch: got 'gfx90a'; accepted: gfx942, gfx950, sm_90"),
-    ({"p_scale": 0}, "p_scale: got 0; accepted: a finite number above 0"),
-    ({"p_scale": "much"}, "p_scale: got 'much'; accepted: a finite number above 0"),
+    ({"p_scale": 0}, "p_scale: got 0; accepted: a number from 2^-64 to 2^64"),
+    ({"p_scale": "much"}, "p_scale: got 'much'; accepted: a number from 2^-64 to 2^64"),
     ({"encoding": "e5m2"}, "encoding: got 'e5m2'; accepted: None (the arch's), e4m3fnuz, e4m3fn"),
-    ({"inputs": "normal,gauss"}, "inputs: got 'gauss'; accepted: normal, peaky, dominant_key, ones, minilm_alice"),
+    ({"inputs": "normal,gauss"}, "inputs: got 'gauss'; accepted: normal, peaky, dominant_key, ones, heavy_tailed, sink, uniform, large_scale, small_scale, indexed, minilm_alice"),
     ({"inputs": "/nowhere/at_all.safetensors"}, "capture: got '/nowhere/at_all.safetensors', which is no file"),
     ({"inputs": "minilm_alice:17"}, "layer: got 17; accepted for minilm_alice.safetensors: 0, 1, 2, 3, 4, 5"),
+    ({"inputs": "normal,peaky,normal"}, "inputs: got 'normal,peaky,normal'; accepted: each name once"),
+    ({"tokens": 10**7}, "tokens, heads, kv_lora_rank, topk: got 10000000, 16, 512, 2048, which take about"),
+    ({"inputs": "dominant_key", "topk": 1}, "topk: got 1 for dominant_key; accepted: 2 or more"),
+    ({"inputs": "dominant_key", "kv_lora_rank": 2}, "kv_lora_rank: got 2 for dominant_key; accepted: 4"),
     ({"inputs": "ones"}, "qk_rope_head_dim: got 0; accepted: 1 or more"),
     ({"inputs": ""}, "inputs: got ''; accepted: names with commas between them"),
     ({"topk": 0}, "topk: got 0; accepted: an integer of 1 or more"),

@@ -17,6 +17,7 @@ MOST_SPLITS = 65_535
 """What a CUDA grid has room for in its third dimension."""
 
 
+@torch.no_grad()
 def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_scale=None, kv_lora_rank=512,
                    qk_rope_head_dim=64, kv_splits=None, skip_reduce=False, has_invalid=False, dot_precision="bf16",
                    q_scale=None, out=None, return_lse=False, attn_sink=None, arch=None, recipe=None, backend="auto",
@@ -40,7 +41,7 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     the sink (see emulate.Parts), for merge_parts. An index out of range is a ValueError in the emulator and under check_indices (which reads device
     data); elsewhere its own query becomes NaN and nothing is read there.
 
-    Raises ValueError, naming the argument, what came and what is accepted.
+    Forward only: no gradient passes. Raises ValueError, naming the argument, what came and what is accepted.
     """
     for name, value in (("q", q), ("kv_buffer", kv_buffer), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
         _check_tensor(name, value)

@@ -157,8 +157,8 @@ def gather(kv_buffer: torch.Tensor, slot: torch.Tensor, encoding: str | Fp8Forma
     rows = flat_rows(kv_buffer)
     if rows.dtype in FORMAT_OF_DTYPE:
         rows = rows.view(torch.uint8)
-    block = rows.shape[1]
-    picked = rows[slot // block, slot % block] if block > 1 else rows[:, 0].index_select(0, slot)
+    block = max(rows.shape[1], 1)  # blocks of no rows are a cache that nobody can gather from
+    picked = rows[:, 0].index_select(0, slot) if rows.shape[1] == 1 else rows[slot // block, slot % block]
     if packed:
         codes, scales, rope = split_packed(picked)
         return Rows(torch.cat([formats.decode(codes, encoding, dtype), rope.to(dtype)], -1), scales)

@@ -33,7 +33,10 @@ def run(name, pairs, out):
             runs.check_folder(out)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    folder = out or runs.new_folder(Path("runs"))
+    try:
+        folder = out or runs.new_folder(Path("runs"))
+    except OSError as error:
+        raise click.UsageError(f"--out: left out, and runs/ cannot be made a folder here ({error}); accepted: a folder") from None
     outcomes = runs.execute(notebooks, parameters, folder)
     page = runs.write_page(folder, outcomes)
     failed = [outcome for outcome in outcomes if outcome.error]

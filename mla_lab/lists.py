@@ -23,7 +23,7 @@ def check(kv_indptr: torch.Tensor, kv_indices: torch.Tensor, slots: int, has_inv
     if bool(bad.any()):
         at = int(bad.nonzero()[0, 0])
         hole = ", or -1 for a hole" if has_invalid else " (-1 is a hole under has_invalid=True only)"
-        raise ValueError(f"kv_indices: got {int(kv_indices[at])} at position {at}; accepted: 0 to {slots - 1}{hole}")
+        raise ValueError(f"kv_indices: got {int(kv_indices[at])} at position {at}; accepted: {f'0 to {slots - 1}' if slots else 'none, since the cache has no slots'}{hole}")
 
 
 def padded(starts: torch.Tensor, lengths: torch.Tensor, kv_indices: torch.Tensor, multiple: int = 1) -> torch.Tensor:

@@ -112,6 +112,8 @@ class Results:
     """
 
     def __init__(self, notebook: str, out: str | None, parameters: Parameters):
+        if out is not None and not isinstance(out, str):
+            raise ParameterError(f"out: got {out!r}; accepted: None, or a folder's path")
         self.folder = Path(out) if out else None
         if self.folder:
             try:

@@ -199,3 +199,21 @@ def test_refusal_of_a_packed_cache(what):
     with pytest.raises(ValueError, match=message):
         sparse_mla_fwd(**packed_arguments(**changes))
     assert sparse_mla_fwd(**packed_arguments())[0].shape == (C, H, 512)
+
+
+def test_forward_only_into_an_out_that_wants_gradients():
+    a = arguments()
+    out = bf16(C, H, RANK).to(DEVICE).requires_grad_()
+    got, _ = sparse_mla_fwd(**a, out=out)
+    assert not got.requires_grad and torch.equal(out.detach(), sparse_mla_fwd(**a)[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0, 32), (0, 4, 32)])
+def test_a_cache_of_no_slots(shape):
+    q, buffer = torch.ones(2, 3, 32, dtype=torch.bfloat16, device=DEVICE), bf16(*shape).to(DEVICE)
+    indptr, none = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (3, 0))
+    options = dict(kv_lora_rank=32, qk_rope_head_dim=0, return_lse=True, backend="emulate")
+    out, lse = sparse_mla_fwd(q, buffer, indptr, none, 0.1, **options)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    with pytest.raises(ValueError, match="accepted: none, since the cache has no slots"):
+        sparse_mla_fwd(q, buffer, torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE), indptr[:1], 0.1, **options)

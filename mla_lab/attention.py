@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from mla_lab import cache, emulate, lists, portable
+from mla_lab import cache, cdna, emulate, lists, portable
 from mla_lab.arch import Profile, check_fits, choose_kv_splits, get_profile
 from mla_lab.formats import FORMAT_OF_DTYPE
 from mla_lab.recipe import DOTS, NAMED, Recipe, check_scale
 
-BACKENDS = ("auto", "triton", "emulate")
+BACKENDS = ("auto", "triton", "cdna", "emulate")
 
 MOST_SPLITS = 65_535
 """What a CUDA grid has room for in its third dimension."""
@@ -34,7 +34,8 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     dot_precision "bf16" or "fp8", or a Recipe (or the name of one in recipe.NAMED) in its place (recipe=), says what both
     products run in; the Triton kernel refuses what only the emulator does (see mla_lab.Recipe). arch: a profile's
     name ("gfx942", "gfx950", "sm_90") or None for the running device's (gfx942 on a CPU). kv_splits: split-K; None
-    leaves it to the launch policy. backend: "auto" (Triton on a GPU, the emulator elsewhere), "triton", "emulate".
+    leaves it to the launch policy. backend: "auto" (Triton on a GPU, the emulator elsewhere), "triton", "cdna" (the Gluon
+    kernel for CDNA, on a GPU; bf16 or fp8 dots over bf16 and fp8_scalar caches), "emulate".
 
     Returns (out [C, H, kv_lora_rank] bf16, natural-log LSE [C, H] f32 or None). A query without a key gives zeros and
     -inf (the sink, where there is one). With skip_reduce it returns (Parts, None) instead, the splits unmerged and without
@@ -69,8 +70,10 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
 
     tokens, heads, _ = q.shape
     backend = _choose_backend(backend, q.device)
-    if backend == "triton":
+    if backend in ("triton", "cdna"):
         portable.check_recipe(recipe)
+    if backend == "cdna":
+        cdna.check(recipe, kv_lora_rank, qk_rope_head_dim, kind, q_scale is not None)
     if check_indices or backend == "emulate":
         lists.check(kv_indptr, kv_indices, cache.slots(kv_buffer), has_invalid)
         _check_scale_values(kv_scale=kv_scale, q_scale=q_scale)
@@ -78,8 +81,8 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     if kv_splits is None:
         kv_splits = choose_kv_splits(profile, tokens, heads, kv_indices.numel() // max(tokens, 1), launch.block_k)
 
-    if backend == "triton":
-        return portable.sparse_mla(
+    if backend in ("triton", "cdna"):
+        return (cdna if backend == "cdna" else portable).sparse_mla(
             q, kv_buffer, kv_indptr, kv_indices, softmax_scale, profile=profile, recipe=recipe, launch=launch, kv_splits=kv_splits,
             kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, q_scale=q_scale, attn_sink=attn_sink, has_invalid=has_invalid,
             out=out, return_lse=return_lse, skip_reduce=skip_reduce,
@@ -220,6 +223,8 @@ def _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backe
 def _choose_backend(backend, device):
     if backend == "auto":
         return "triton" if device.type == "cuda" else "emulate"
+    if backend == "cdna" and device.type != "cuda":
+        raise ValueError(f"backend: got 'cdna' on {device}; accepted there: 'emulate' (Gluon has no interpreter; mla-lab compile compiles it)")
     if backend == "triton" and device.type != "cuda" and not portable.INTERPRETED:
         raise ValueError(
             f"backend: got 'triton' on {device}; accepted there: 'emulate', or 'triton' with TRITON_INTERPRET=1 set before mla_lab is imported"

@@ -63,7 +63,8 @@ def native_encoding(device: torch.device) -> Fp8Format | None:
     return E4M3FN if torch.cuda.get_device_capability(device) >= (8, 9) else None
 
 
-def _bytes(tensor):
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """An fp8 tensor as uint8, another as it is."""
     return tensor.view(torch.uint8) if tensor.dtype in FORMAT_OF_DTYPE else tensor
 
 
@@ -71,42 +72,52 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, pro
                kv_splits: int, kv_scale, kv_lora_rank: int, q_scale, attn_sink, has_invalid: bool, out, return_lse: bool,
                skip_reduce: bool):
     """(out, lse or None), or (Parts, None) with skip_reduce. Arguments already checked."""
-    tokens, heads, width = q.shape
-    device = q.device
-    native = native_encoding(device) == profile.encoding
-    compile_time = constants(
-        profile, recipe, launch, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=width - kv_lora_rank, kv_block=flat_rows(kv_buffer).shape[1],
-        cache_fp8=kv_scale is not None, q_given=q_scale is not None, native_dot=native, native_cast=native and device_arch(device) in TESTED_CASTS,
-        has_invalid=has_invalid, has_sink=attn_sink is not None, write_lse=return_lse, write_parts=kv_splits > 1 or skip_reduce, interpret=INTERPRETED,
-    )
-    if out is None:
-        out = torch.empty(tokens, heads, kv_lora_rank, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(tokens, heads, device=device) if return_lse else None
-    parts = None
-    if kv_splits > 1 or skip_reduce:
-        parts = Parts(
-            torch.empty(tokens, kv_splits, heads, kv_lora_rank, device=device),
-            torch.empty(tokens, kv_splits, heads, device=device),
-            torch.empty(tokens, kv_splits, heads, device=device),
+    _, heads, width = q.shape
+    native = native_encoding(q.device) == profile.encoding
+    rows = flat_rows(as_bytes(kv_buffer))
+    packed = kv_scale is None and is_packed(kv_buffer)
+
+    def attend(out, lse, parts, sink):
+        compile_time = constants(
+            profile, recipe, launch, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=width - kv_lora_rank, kv_block=rows.shape[1],
+            cache_fp8=kv_scale is not None, q_given=q_scale is not None, native_dot=native,
+            native_cast=native and device_arch(q.device) in TESTED_CASTS, has_invalid=has_invalid, has_sink=sink is not None,
+            write_lse=lse is not None, write_parts=parts is not None, interpret=INTERPRETED,
         )
-    if tokens > 0:
-        rows = flat_rows(_bytes(kv_buffer))
-        acc, maxima, sums = parts if parts is not None else (None, None, None)
-        sink = attn_sink if parts is None else None
-        compile_time["HAS_SINK"] = sink is not None
-        packed = kv_scale is None and is_packed(kv_buffer)
         if packed:
             cache_arguments = (rows, rows.view(torch.float32), rows.view(torch.bfloat16))
             compile_time = {name: compile_time[name] for name in PACKED_CONSTANTS}
         else:
             cache_arguments = (rows,)
         kernel = packed_kernels.attend_packed if packed else kernels.attend
-        kernel[(tokens, triton.cdiv(heads, HEAD_BLOCK), kv_splits)](
-            _bytes(q), *cache_arguments, kv_indptr, kv_indices, q_scale, *(() if packed else (kv_scale,)), sink, out, lse, acc, maxima, sums,
+        kernel[(q.shape[0], triton.cdiv(heads, HEAD_BLOCK), kv_splits)](
+            as_bytes(q), *cache_arguments, kv_indptr, kv_indices, q_scale, *(() if packed else (kv_scale,)), sink, out, lse, *(parts or (None, None, None)),
             softmax_scale * LOG2_E, profile.p_scale_of(recipe), slots(kv_buffer), heads, kv_splits,
             q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
             **compile_time, num_warps=launch.num_warps, num_stages=launch.num_stages,
         )
+
+    return attend_and_merge(attend, q, kv_lora_rank, kv_splits, attn_sink, out, return_lse, skip_reduce)
+
+
+def attend_and_merge(attend, q, kv_lora_rank: int, kv_splits: int, attn_sink, out, return_lse: bool, skip_reduce: bool):
+    """Makes what a kernel writes, calls attend(out, lse or None, parts or None, sink or None), and merges the parts.
+
+    With one split the kernel writes out (and lse) itself, sink included; else the parts, and the merge does the rest.
+    """
+    tokens, heads, _ = q.shape
+    if out is None:
+        out = torch.empty(tokens, heads, kv_lora_rank, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(tokens, heads, device=q.device) if return_lse else None
+    parts = None
+    if kv_splits > 1 or skip_reduce:
+        parts = Parts(
+            torch.empty(tokens, kv_splits, heads, kv_lora_rank, device=q.device),
+            torch.empty(tokens, kv_splits, heads, device=q.device),
+            torch.empty(tokens, kv_splits, heads, device=q.device),
+        )
+    if tokens > 0:
+        attend(out, lse, parts, attn_sink if parts is None else None)
     if parts is None:
         return out[..., :kv_lora_rank], lse
     if skip_reduce:

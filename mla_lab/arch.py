@@ -108,13 +108,13 @@ def tile_bytes(dots: str, block_k: int, kv_lora_rank: int, qk_rope_head_dim: int
     return element * (latent + rope + HEAD_BLOCK * block_k)
 
 
-def check_fits(profile: Profile, dots: str, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
-    """ValueError where the profile's tile of keys does not fit into its shared memory: bytes, budget, what would fit."""
+def check_fits(profile: Profile, dots: str, kv_lora_rank: int, qk_rope_head_dim: int, block_k: int | None = None, kv_row_pad: int | None = None) -> None:
+    """ValueError where a tile of keys (None: the profile's) does not fit into shared memory: bytes, budget, what would fit."""
 
     def needed(block_k):
-        return tile_bytes(dots, block_k, kv_lora_rank, qk_rope_head_dim)
+        return tile_bytes(dots, block_k, kv_lora_rank, qk_rope_head_dim, kv_row_pad)
 
-    block_k = profile.launch(dots).block_k
+    block_k = profile.launch(dots).block_k if block_k is None else block_k
     if needed(block_k) <= profile.shared_memory:
         return
     smaller = [b for b in (128, 64, 32, 16) if b < block_k and needed(b) <= profile.shared_memory]

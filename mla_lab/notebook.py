@@ -13,7 +13,7 @@ import torch
 import triton
 
 import mla_lab
-from mla_lab.arch import check_fits, get_profile
+from mla_lab.arch import check_fits, get_profile, tile_bytes
 from mla_lab.inputs import Shape
 from mla_lab.recipe import NAMED, Recipe, check_scale
 from mla_lab.study import E4M3, make_inputs, with_encoding
@@ -92,6 +92,49 @@ def versions() -> str:
     return f"mla_lab {mla_lab.__version__}, torch {torch.__version__}, triton {triton.__version__}, python {platform.python_version()}"
 
 
+class CompileParameters:
+    """The parameters of the kernel inspector, checked: points (compile.grid of them) and seed, which nothing here needs.
+
+    block_k, num_warps: numbers with commas between them. Raises ParameterError with the name, what came, what is accepted.
+    """
+
+    seed = 0
+
+    def __init__(self, *, arch, kernel, block_k, num_warps, kv_lora_rank, qk_rope_head_dim):
+        from mla_lab import compile as compiler  # Triton's compilers, which no other notebook needs
+
+        self.given = dict(arch=arch, kernel=kernel, block_k=block_k, num_warps=num_warps, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+        if arch not in compiler.TARGETS:
+            raise ParameterError(f"arch: got {arch!r}; accepted: {', '.join(compiler.TARGETS)}")
+        if kernel not in (None, "portable", "cdna"):
+            raise ParameterError(f"kernel: got {kernel!r}; accepted: None, portable, cdna")
+        for name, value in (("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < (16 if name == "kv_lora_rank" else 0) or (value & (value - 1)):
+                raise ParameterError(f"{name}: got {value!r}; accepted: a power of two" + (" of 16 or more" if name == "kv_lora_rank" else ", or 0"))
+        self.block_ks, self.num_warps = _numbers("block_k", block_k, 16), _numbers("num_warps", num_warps, 1)
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.points = compiler.grid([arch], kernel, self.block_ks, self.num_warps, [qk_rope_head_dim], kv_lora_rank)
+
+    def tile_model(self) -> pd.DataFrame:
+        """arch.tile_bytes for both dots over the tiles, and where they fit: columns dots, block_k, bytes, gfx942, gfx950."""
+        rows = []
+        for dots in ("bf16", "fp8"):
+            for block_k in self.block_ks:
+                size = tile_bytes(dots, block_k, self.kv_lora_rank, self.qk_rope_head_dim)
+                rows.append(dict(dots=dots, block_k=block_k, bytes=size, **{name: "fits" if size <= get_profile(name).shared_memory else "does not fit" for name in ("gfx942", "gfx950")}))
+        return pd.DataFrame(rows)
+
+
+def _numbers(name, text, least):
+    try:
+        numbers = sorted({int(part) for part in str(text).split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or any(n < least or n & (n - 1) for n in numbers):
+        raise ParameterError(f"{name}: got {text!r}; accepted: powers of two of {least} or more, commas between them")
+    return numbers
+
+
 def recipes(names: str, p_scale: float | None = None) -> dict[str, Recipe]:
     """Recipes by their names in recipe.NAMED, semicolons between them; "all" for all. p_scale, where given, takes the
     place of the "largest" and of the profile's. Raises ParameterError for another name."""
@@ -111,7 +154,7 @@ class Results:
     Every table gets the columns device, versions, seed and command. A file is there whole or not at all.
     """
 
-    def __init__(self, notebook: str, out: str | None, parameters: Parameters):
+    def __init__(self, notebook: str, out: str | None, parameters: Parameters | CompileParameters):
         if out is not None and not isinstance(out, str):
             raise ParameterError(f"out: got {out!r}; accepted: None, or a folder's path")
         self.folder = Path(out) if out else None

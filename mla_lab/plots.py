@@ -333,3 +333,42 @@ def outlier_gains(errors: pd.DataFrame) -> plt.Figure:
              title="When does an outlier channel hurt the others?")
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def compiled(table: pd.DataFrame, budget: int) -> plt.Figure:
+    """compile.table of one arch: shared memory and registers against the tile, one line per cache, dots and warps."""
+    figure, panels = plt.subplots(1, 2, figsize=(10.5, 4))
+    good = table[table.error == ""]
+    colors = {("bf16", "bf16"): GREY, ("fp8_scalar", "bf16"): ORANGE, ("fp8_scalar", "fp8"): BLUE}
+    styles = dict(zip(sorted(table.num_warps.unique()), ["-", "--", ":"]))
+    for (kind, dots, warps), group in good.groupby(["cache", "qk", "num_warps"], sort=False):
+        group = group.sort_values("block_k")
+        for axes, column, factor in ((panels[0], "shared_memory", 1 / 1024), (panels[1], "vgpr", 1)):
+            axes.plot(group.block_k, group[column] * factor, color=colors[kind, dots], linestyle=styles[warps], marker="o", markersize=4,
+                      label=f"{kind} cache, {dots} dots, {warps} warps")
+    panels[0].axhline(budget / 1024, color="black", linewidth=1, linestyle="-.", label="what a workgroup may take")
+    panels[0].set(ylabel="shared memory of a workgroup (KiB)", ylim=(0, None))
+    panels[1].set(ylabel="vector registers of a lane", ylim=(0, None))
+    for axes in panels:
+        axes.set(xlabel="keys in a tile", xticks=sorted(table.block_k.unique()))
+    handles = {label: handle for handle, label in zip(*panels[0].get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.suptitle(f"What does a tile of keys take on {table.arch.iloc[0]}? (compiled; missing points do not fit)")
+    return figure
+
+
+def forecast(table: pd.DataFrame) -> plt.Figure:
+    """floor.beside_published: the published latencies as hollow diamonds, the floors as dashes (a forecast, not measured)."""
+    names = [f"{r.phase}\n{r.tokens} tokens\n{r.cache}\n{r.dots} dots" for r in table.itertuples()]
+    figure, axes = plt.subplots(figsize=(10.5, 4.4))
+    at = np.arange(len(table))
+    for column, color, label in (("products_us", ORANGE, "forecast: products at peak"), ("memory_us", SKY, "forecast: gathered bytes from memory"), ("cache_us", GREEN, "forecast: gathered bytes from the last cache")):
+        axes.scatter(at, table[column], marker="_", s=420, linewidths=2.2, color=color, label=label)
+    axes.scatter(at, table.published_us, label="published, MI325X", **PUBLISHED)
+    for x, row in zip(at, table.itertuples()):
+        axes.annotate(f"{row.times_the_floor:.0f}x" if row.times_the_floor >= 10 else f"{row.times_the_floor:.1f}x", (x, row.published_us), xytext=(8, -3), textcoords="offset points", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xticks(at, names, fontsize=8)
+    axes.set(ylabel="time of a call (us)", xlim=(-0.5, len(table) - 0.3), title="How far are the published latencies from their floor? (number: times the floor)")
+    axes.legend(frameon=False, fontsize=8)
+    return figure

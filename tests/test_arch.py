@@ -39,3 +39,14 @@ def test_kv_splits(name):
     for tokens in (1, 2, 16, 64, 300):
         assert tokens * choose(tokens, 2048) <= max(profile.compute_units, tokens)
     assert choose(16, 2048, heads=128) <= choose(16, 2048)
+
+
+def test_exactly_the_budget_passes_and_one_step_more_does_not():
+    """gfx942 under bf16 dots: rope 480 makes 65,536 B; rope 481, 64 B more."""
+    profile = arch.PROFILES["gfx942"]
+    assert arch.tile_bytes("bf16", 32, 512, 480) == 65_536
+    arch.check_fits(profile, "bf16", 512, 480)
+    with pytest.raises(ValueError, match=r"tile of 32 keys under bf16 dots needs 65,600 B of gfx942's 65,536 B of shared memory; a tile of 16 keys would fit \(32,800 B\)"):
+        arch.check_fits(profile, "bf16", 512, 481)
+    with pytest.raises(ValueError, match=r"tile of 128 keys under fp8 dots needs 69,632 B .* a tile of 64 keys would fit \(34,816 B\)"):
+        arch.check_fits(profile, "fp8", 512, 0, block_k=128)

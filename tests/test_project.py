@@ -79,7 +79,7 @@ def test_packages_matches_the_folders():
 
 ORDER = [
     {"formats", "recipe", "kernels", "numerics", "plots", "metrics"}, {"arch", "cache"}, {"lists"}, {"inputs", "reference"}, {"emulate"}, {"portable"}, {"cdna"},
-    {"attention"}, {"flashmla", "operator"}, {"study", "compile", "capture", "budget"}, {"notebook"}, {"runs", "bench", "check"}, {"cli"},
+    {"attention"}, {"flashmla", "operator"}, {"study", "compile", "capture", "budget"}, {"floor"}, {"notebook"}, {"runs", "bench", "check"}, {"cli"},
 ]
 """Each module imports only from sets before its own (formats comes before metrics within the first)."""
 

@@ -1,10 +1,11 @@
 # make run: the notebooks, executed, and one page with their results.  make test: every test.  make lab: JupyterLab.
+# make test-gpu: the contract on a GPU.  make test-tritons: what depends on Triton, under three versions of it.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test test-gpu lab setup clean
+.PHONY: run test test-gpu test-tritons lab setup clean
 
 run: setup
 	$(BIN)/mla-lab run
@@ -17,6 +18,18 @@ test: setup
 CONTRACT := codec cache attention sparse_mla laws faults flashmla operator size fuzz p_scale numerics cdna
 test-gpu:
 	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -n $(or $(WORKERS),12) -rs --durations=5 $(CONTRACT:%=tests/test_%.py)
+
+# What depends on Triton's version, under each of these, in an environment of its own over .venv's.
+TRITONS := 3.6.0 3.7.1 3.9.0
+test-tritons: setup
+	@for version in $(TRITONS); do \
+	  folder=.tritons/$$version; \
+	  test -x $$folder/bin/python || $(BIN)/python -m venv $$folder || exit 1; \
+	  for site in $$folder/lib/python*/site-packages; do ls -d $$PWD/$(VENV)/lib/python*/site-packages > $$site/over.pth; done; \
+	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$$version || exit 1; \
+	  echo "triton $$version"; \
+	  PYTHONPATH=. $$folder/bin/python -m pytest -n 2 -q tests/test_compile.py tests/test_compiled.py tests/test_cdna.py tests/test_codec.py tests/test_sparse_mla.py || exit 1; \
+	done
 
 lab: setup
 	$(BIN)/jupyter lab notebooks
@@ -32,4 +45,4 @@ $(STAMP): requirements.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .tritons runs

@@ -129,7 +129,7 @@ def capture(model, text, out, layers, queries, tokens, kv_head, dtype, values, a
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--out", type=click.Path(path_type=Path), help="A path without suffix: the table as Parquet and CSV.")
 def check(archs, recipes, inputs, tokens, topk, seed, out):
-    """Hold this device's Triton kernel against the emulator, for every recipe that it runs and every input.
+    """Hold this device's kernels against the emulator, for every recipe that they run and every input.
 
     The first thing to run on a GPU that nobody has tried. Without a GPU it runs the kernel in Triton's interpreter, if
     TRITON_INTERPRET=1 is set. Exits with 1 where the two are further apart than their order of sums explains.
@@ -152,7 +152,7 @@ def check(archs, recipes, inputs, tokens, topk, seed, out):
             chosen = notebook.recipes(recipes)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        frames.append(checks.check(given.inputs, given.profile, chosen, device))
+        frames.append(checks.check(given.inputs, given.profile, chosen, device, checks.KERNELS if gpu else ("triton",)))
     frame = pd.concat(frames, ignore_index=True)
     command = "mla-lab check" + "".join(f" --arch {a}" for a in archs) + f" --recipes '{recipes}' --inputs {inputs} --tokens {tokens} --topk {topk} --seed {seed}"
     frame = frame.assign(device=notebook.device_name() + ("" if gpu else ", Triton's interpreter"), versions=notebook.versions(), seed=seed, command=command)

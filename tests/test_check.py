@@ -3,7 +3,7 @@
 import pandas as pd
 from click.testing import CliRunner
 
-from mla_lab import check, portable
+from mla_lab import check, inputs, portable
 from mla_lab.cli import app
 from mla_lab.recipe import NAMED
 
@@ -14,7 +14,7 @@ def test_every_recipe_that_the_kernel_has_agrees(tmp_path):
     done = CliRunner().invoke(app, ["check", *SMALL, "--out", str(tmp_path / "table")])
     assert done.exit_code == 0, done.output
     frame = pd.read_parquet(tmp_path / "table.parquet")
-    runs = [name for name, recipe in NAMED.items() if check.runs_in_kernel(recipe)]
+    runs = [name for name, recipe in NAMED.items() if check.runs_in("triton", inputs.normal(), recipe)]
     assert set(frame.recipe) == set(runs) and len(runs) >= 10 and len(frame) == 2 * len(runs)
     assert f"{len(frame)} of {len(frame)} agree" in done.output and (frame.apart < check.LARGEST_APART).all()
     assert (abs(frame.kernel_error - frame.emulated_error) < 0.1 * frame.emulated_error).all()

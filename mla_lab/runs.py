@@ -70,14 +70,17 @@ def parameters_of(path: Path) -> dict:
 
 
 def check_parameters(notebooks: list[Path], parameters: dict) -> None:
-    """ValueError for a parameter that a notebook does not have: papermill only warns, and goes on with the default."""
+    """ValueError for a parameter that none of the notebooks has: papermill only warns, and goes on with the default.
+
+    One that some have goes to those.
+    """
     if "out" in parameters and len(notebooks) > 1:
         raise ValueError("-p out: got one folder for several notebooks; accepted: --out, in which each has its own")
-    for path in notebooks:
-        known = parameters_of(path)
-        unknown = [key for key in parameters if key not in known]
-        if unknown:
-            raise ValueError(f"-p {unknown[0]}: not a parameter of {path.stem}; accepted: {', '.join(known)}")
+    known = list(dict.fromkeys(key for path in notebooks for key in parameters_of(path)))
+    unknown = [key for key in parameters if key not in known]
+    if unknown:
+        whose = notebooks[0].stem if len(notebooks) == 1 else "any notebook"
+        raise ValueError(f"-p {unknown[0]}: not a parameter of {whose}; accepted: {', '.join(known)}")
 
 
 def new_folder(parent: Path) -> Path:
@@ -104,8 +107,9 @@ def execute(notebooks: list[Path], parameters: dict, folder: Path) -> list[Outco
     outcomes = []
     for path in notebooks:
         results = folder.resolve() / path.stem
-        given = dict(parameters)
-        if "out" in parameters_of(path) and "out" not in given:
+        known = parameters_of(path)
+        given = {key: value for key, value in parameters.items() if key in known}
+        if "out" in known and "out" not in given:
             given["out"] = str(results)
         outcome = Outcome(path.stem, folder / path.name, Path(given.get("out") or results), given)
         print(path.stem, flush=True)

@@ -55,8 +55,8 @@ def test_papermill_by_hand_from_any_folder(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ("run 01 -p p_scal 64", "-p p_scal: not a parameter of 01_fnuz_underflow; accepted: arch, encoding, p_scale"),
-    ("run nothing", "notebook: got 'nothing'; accepted: 01_fnuz_underflow, 02_p_scale_sweep, 03_error_budget, 04_recipes, 05_cache_formats, or a path"),
-    ("run -p kv_splits 4", "-p kv_splits: not a parameter of 01_fnuz_underflow"),
+    ("run nothing", "notebook: got 'nothing'; accepted: 01_fnuz_underflow, 02_p_scale_sweep, 03_error_budget, 04_recipes, 05_cache_formats, 06_kernel_inspector, or a path"),
+    ("run -p kv_split 4", "-p kv_split: not a parameter of any notebook; accepted: arch, encoding, p_scale"),
 ])
 def test_what_mla_lab_refuses_before_anything_starts(arguments, message, tmp_path):
     done = call("mla-lab", *arguments.split(), cwd=tmp_path)
@@ -93,6 +93,30 @@ def test_a_parameter_that_makes_no_sense_is_one_line(given, message):
     line = str(caught.value)
     assert "\n" not in line and (re.search(message, line) or message in line)
     assert caught.value._render_traceback_() == [f"ParameterError: {line}"]
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"arch": "gfx90a"}, "arch: got 'gfx90a'; accepted: gfx942, gfx950, gfx1250, sm_90"),
+    ({"kernel": "flash"}, "kernel: got 'flash'; accepted: None, portable, cdna"),
+    ({"block_k": "32,48"}, "block_k: got '32,48'; accepted: powers of two of 16 or more"),
+    ({"block_k": ""}, "block_k: got ''; accepted"),
+    ({"num_warps": "four"}, "num_warps: got 'four'; accepted: powers of two of 1 or more"),
+    ({"kv_lora_rank": 500}, "kv_lora_rank: got 500; accepted: a power of two of 16 or more"),
+    ({"qk_rope_head_dim": -1}, "qk_rope_head_dim: got -1; accepted: a power of two, or 0"),
+])
+def test_a_compile_parameter_that_makes_no_sense_is_one_line(given, message):
+    usual = dict(arch="gfx942", kernel=None, block_k="32,64", num_warps="4", kv_lora_rank=512, qk_rope_head_dim=0)
+    with pytest.raises(notebook.ParameterError) as caught:
+        notebook.CompileParameters(**usual | given)
+    assert message in str(caught.value)
+    assert len(notebook.CompileParameters(**usual).points) == 6
+
+
+def test_recipes_by_name():
+    assert list(notebook.recipes("fp8; two-term Q")) == ["fp8", "two-term Q"] and len(notebook.recipes("all")) == 15
+    assert notebook.recipes("all", 64.0)["fp8"].p_scale == 64 and notebook.recipes("all", 64.0)["fp8, P scale 1"].p_scale == 1
+    with pytest.raises(notebook.ParameterError, match="recipes: got 'fp4'; accepted: all, or names with semicolons"):
+        notebook.recipes("fp8; fp4")
 
 
 def test_a_notebook_with_such_a_parameter_stops_in_its_first_cells(tmp_path):

@@ -2,7 +2,8 @@
 
 Where Gluon differs between Triton 3.6 and 3.9: nothing that this kernel uses. AMDMFMALayout takes three instruction
 dimensions in all of them, and SharedLinearLayout an alignment. What none of them has is a plain fp8 product of 128
-columns on gfx950 (v_mfma_f32_16x16x128_f8f6f4): gfx950 gets the one of 32.
+columns on gfx950 (v_mfma_f32_16x16x128_f8f6f4): gfx950 gets the one of 32. Triton 3.6 rounds to
+e4m3fn in software on gfx950, 3.7 and later by the hardware's conversion.
 """
 
 from __future__ import annotations

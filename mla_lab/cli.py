@@ -168,17 +168,19 @@ def check(archs, recipes, inputs, tokens, topk, seed, out):
 @app.command()
 @click.option("--arch", "archs", multiple=True, default=("gfx942", "gfx950", "sm_90"), show_default=True, help="gfx942, gfx950, gfx1250 or sm_90; may be repeated.")
 @click.option("--kernel", type=click.Choice(["portable", "cdna"]), help="Left out: cdna on gfx942 and gfx950, else portable.")
+@click.option("--recipe", "recipes", default="bf16; fp8", show_default=True, help="Names of recipes with semicolons between them.")
 @click.option("--block-k", "block_ks", multiple=True, type=click.IntRange(16), default=(32, 64, 128), show_default=True, help="Keys in a tile; may be repeated.")
 @click.option("--warps", "num_warps", multiple=True, type=click.IntRange(1), default=(4,), show_default=True, help="May be repeated.")
 @click.option("--rope", "ropes", multiple=True, type=click.IntRange(0), default=(0, 64), show_default=True, help="Rope columns; may be repeated.")
 @click.option("--kv-lora-rank", default=512, show_default=True, type=click.IntRange(16))
 @click.option("--files", type=click.Path(file_okay=False, path_type=Path), help="A folder for ttgir, llir and assembly of each.")
 @click.option("--out", type=click.Path(path_type=Path), help="A path without suffix: the table as Parquet and CSV.")
-def compile(archs, kernel, block_ks, num_warps, ropes, kv_lora_rank, files, out):
+def compile(archs, kernel, recipes, block_ks, num_warps, ropes, kv_lora_rank, files, out):
     """Compile kernels for GPUs that are not here, and print what the compiler says of each.
 
     Matrix instructions, shared memory (LDS), registers, spills, waves per SIMD (AMD) or CTAs per SM (NVIDIA) and what limits
-    them, code size, and the fp8 conversions in the loop over tiles, for bf16 dots over both caches and fp8 dots.
+    them, code size, and the fp8 conversions in the loop over tiles, for each recipe over an fp8 cache (bf16 dots over a bf16
+    cache too).
     """
     from mla_lab import compile as compiler
     from mla_lab import notebook, portable
@@ -188,7 +190,11 @@ def compile(archs, kernel, block_ks, num_warps, ropes, kv_lora_rank, files, out)
         raise click.UsageError(f"--arch: got {', '.join(unknown)}; accepted: {', '.join(compiler.TARGETS)}")
     if portable.INTERPRETED:
         raise click.UsageError("TRITON_INTERPRET: got 1; accepted: unset (the interpreter compiles nothing)")
-    frame = compiler.table(compiler.grid(archs, kernel, block_ks, num_warps, ropes, kv_lora_rank), files=files)
+    try:
+        chosen = notebook.recipes(recipes).values()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    frame = compiler.table(compiler.grid(archs, kernel, block_ks, num_warps, ropes, kv_lora_rank, list(chosen)), files=files)
     good = frame[frame.error == ""] if "error" in frame else frame
     if len(good):
         whole = [c for c in ("shared_memory", "vgpr", "agpr", "sgpr", "vgpr_spills", "sgpr_spills", "scratch_bytes", "code_bytes") if c in good]
@@ -197,4 +203,10 @@ def compile(archs, kernel, block_ks, num_warps, ropes, kv_lora_rank, files, out)
         click.echo(f"{row.arch} {row.kernel} {row.cache} cache, QK {row.qk}, PV {row.pv}, rope {row.rope}, block_k {row.block_k}: {row.error}")
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        notebook.write_table(frame.assign(versions=notebook.versions(), command="mla-lab compile"), out)
+        notebook.write_table(frame.assign(versions=notebook.versions(), command=_compile_command(archs, kernel, recipes, block_ks, num_warps, ropes, kv_lora_rank)), out)
+
+
+def _compile_command(archs, kernel, recipes, block_ks, num_warps, ropes, kv_lora_rank):
+    many = lambda name, values: "".join(f" --{name} {value}" for value in values)
+    return ("mla-lab compile" + many("arch", archs) + (f" --kernel {kernel}" if kernel else "") + f" --recipe '{recipes}'" + many("block-k", block_ks)
+            + many("warps", num_warps) + many("rope", ropes) + f" --kv-lora-rank {kv_lora_rank}")

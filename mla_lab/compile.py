@@ -256,14 +256,14 @@ def _row(point, files):
 
 
 def grid(archs: Sequence[str], kernel: str | None = None, block_ks: Sequence[int] = (32, 64, 128), num_warps: Sequence[int] = (4,), ropes: Sequence[int] = (0, 64),
-         kv_lora_rank: int = 512) -> list[Point]:
-    """bf16 dots over a bf16 and an fp8 cache, and fp8 dots, for each tile and number of warps.
+         kv_lora_rank: int = 512, recipes: Sequence[Recipe] = (BF16_DOTS, FP8_DOTS)) -> list[Point]:
+    """Each recipe over an fp8 cache, and bf16 dots over a bf16 cache too, for each tile and number of warps.
 
     kernel: None takes cdna where it has MFMA layouts, and the portable one elsewhere.
     """
     return [
         Point(arch, recipe, kernel=kernel or ("cdna" if arch in cdna.MFMA_VERSION else "portable"), cache=kind, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope,
               launch=replace(get_profile(NUMERICS.get(arch, arch)).launch(recipe.dots), block_k=block_k, num_warps=warps))
-        for arch in archs for kind, recipe in (("bf16", BF16_DOTS), ("fp8_scalar", BF16_DOTS), ("fp8_scalar", FP8_DOTS))
+        for arch in archs for recipe in recipes for kind in (("fp8_scalar",) if recipe.needs_fp8_cache else ("bf16", "fp8_scalar"))
         for rope in ropes for block_k in block_ks for warps in num_warps
     ]

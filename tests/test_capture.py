@@ -10,7 +10,8 @@ import tiny_models
 from mla_lab import cache, capture, inputs, metrics, reference, sparse_mla_fwd
 from mla_lab.cli import app
 
-KINDS = {"glm_moe_dsa": "mla", "deepseek_v32": "mla", "glm5_next": "mla", "bert": "input", "llama": "heads", "qwen3": "heads", "gpt2": "heads"}
+KINDS = {"glm_moe_dsa": "mla", "deepseek_v32": "mla", "glm5_next": "mla", "deepseek_v3": "mla",
+         "bert": "input", "llama": "heads", "qwen3": "heads", "gpt2": "heads", "mistral": "heads"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -22,7 +23,7 @@ def captured(request):
 def test_every_attention_layer_is_an_exact_absorbed_mla(captured):
     """f32 on both sides: the order of sums alone, 1e-7 to 1e-6. A key too many, a head mixed up or a wrong scale: 1e-1."""
     name, model, found = captured
-    layers = {"glm_moe_dsa": [0, 1, 2], "deepseek_v32": [0, 1, 2], "glm5_next": [1, 2]}.get(name, [0, 1])  # glm5_next's layer 0 is linear attention
+    layers = {"glm_moe_dsa": [0, 1, 2], "deepseek_v32": [0, 1, 2], "deepseek_v3": [0, 1, 2], "glm5_next": [1, 2]}.get(name, [0, 1])  # glm5_next's layer 0 is linear attention
     assert list(found) == layers
     for layer in found.values():
         assert layer.kind == KINDS[name] and layer.error() < 1e-5
@@ -32,8 +33,10 @@ def test_every_attention_layer_is_an_exact_absorbed_mla(captured):
 def test_the_indexers_choice_is_kept(captured):
     """More visible tokens than top-k: only the chosen ones, and never one to come."""
     name, model, found = captured
-    if KINDS[name] != "mla":
-        pytest.skip("an ordinary model has no indexer")
+    if KINDS[name] != "mla" or name == "deepseek_v3":
+        seen = [8 if name == "mistral" and i > 7 else i + 1 for i in torch.linspace(0, 47, 10).round().int().tolist()]
+        assert name == "bert" or [len(row) for row in found[0].lists] == seen  # all of the past, or its window
+        return
     kept = torch.linspace(0, 47, 10).round().long().tolist()
     for layer in found.values():
         for position, chosen in zip(kept, layer.lists):
@@ -68,6 +71,13 @@ def test_saved_loaded_and_attended_to(captured, tmp_path):
         assert metrics.relative_l2(out, truth) < 4e-3
         got = torch.einsum("chr,hvr->chv", truth[..., : layer.w_v.shape[2]], layer.w_v)
         assert metrics.relative_l2(got if layer.b_v is None else got + layer.b_v, layer.output) < 0.02
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_a_sink_or_a_cap_on_the_scores_is_refused_not_ignored(name):
+    """Both are inside the model's own attention function, which is what a capture is held against."""
+    with pytest.raises(ValueError, match="layer 0: got attention that is no absorbed MLA"):
+        capture.capture(tiny_models.make(name), tiny_models.ids())
 
 
 def test_a_layer_that_is_no_absorbed_mla_is_refused(monkeypatch):

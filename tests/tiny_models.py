@@ -20,6 +20,11 @@ def _config(name):
         "bert": lambda: transformers.BertConfig(**usual),
         "llama": lambda: transformers.LlamaConfig(**usual, num_key_value_heads=2),
         "qwen3": lambda: transformers.Qwen3Config(**usual, num_key_value_heads=2, head_dim=16),
+        "mistral": lambda: transformers.MistralConfig(**usual, num_key_value_heads=2, sliding_window=8),
+        "gpt_oss": lambda: transformers.GptOssConfig(vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                                     head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, max_position_embeddings=128),
+        "gemma2": lambda: transformers.Gemma2Config(**usual, num_key_value_heads=2, head_dim=16, attn_logit_softcapping=0.02),
+        "deepseek_v3": lambda: transformers.DeepseekV3Config(**{k: v for k, v in mla.items() if not k.startswith("index")}, qk_rope_head_dim=8),
         "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=128),
     }[name]()
 

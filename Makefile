@@ -10,8 +10,10 @@ STAMP  := $(VENV)/.installed
 run: setup
 	$(BIN)/mla-lab run
 
+# Two workers with one thread each: with torch's own count, one for each core, they wait for each other three times as long.
+test test-tritons: export OMP_NUM_THREADS := 1
 test: setup
-	$(BIN)/python -m pytest -n 2 -rs tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -rs tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval notebooks
 
 # The contract's tests on the device that is there, with the Python that has its torch: .venv's, else $(PYTHON).

@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 
 from mla_lab import operator as _operator  # registers torch.ops.mla_lab.sparse_mla_fwd
 from mla_lab.attention import merge_parts, sparse_mla_fwd
+from mla_lab.collect import results
 from mla_lab.flashmla import flash_mla_sparse_fwd
 from mla_lab.recipe import Recipe
 
-__all__ = ["Recipe", "__version__", "flash_mla_sparse_fwd", "merge_parts", "sparse_mla_fwd"]
+__all__ = ["Recipe", "__version__", "flash_mla_sparse_fwd", "merge_parts", "results", "sparse_mla_fwd"]

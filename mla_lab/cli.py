@@ -46,6 +46,10 @@ def run(name, pairs, out):
     sys.exit(1 if failed else 0)
 
 
+def _point(outcome, varied):
+    return " ".join(f"{name}={outcome['parameters'][name]}" for name in varied) or "the run"
+
+
 @app.command("list")
 def list_notebooks():
     """Print the notebooks and their parameters."""
@@ -55,6 +59,51 @@ def list_notebooks():
         click.echo(path.stem)
         for key, entry in runs.parameters_of(path).items():
             click.echo(f"    {key} = {entry['default']}" + (f"  # {entry['help']}" if entry["help"] else ""))
+
+
+@app.command()
+@click.argument("grid", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="The sweep's folder; runs/<the grid's name> where it is left out. One that a sweep has left is resumed.")
+@click.option("--jobs", type=click.IntRange(1), help="Runs at a time on this machine; one per core where it is left out.")
+@click.option("--scheduler", metavar="ADDRESS", help="Run on a Dask cluster (tcp://host:8786) whose workers have mla-lab and this file system.")
+@click.option("--resume/--fresh", default=True, show_default=True, help="Skip what is done, or do everything again. What failed is tried again either way.")
+def sweep(grid, out, jobs, scheduler, resume):
+    """Run a notebook over a grid of parameters (GRID, a YAML file), each point with papermill in a process of its own.
+
+    Prints where the results are and which runs failed, and why. Kill it and start it again: it goes on where it was.
+    `mla_lab.results(FOLDER)` reads the results, `mla-lab report FOLDER` makes a page of them.
+
+    \b
+    notebook: 02_p_scale_sweep            # a name, a number or a path
+    parameters:                           # values, or lists of them: their product
+      arch: [gfx942, gfx950]
+      seed: [0, 1, 2]
+    together:                             # optional: parameters that go together
+      - {inputs: normal, topk: 256}
+      - {inputs: peaky, topk: 2048}
+    where: arch == "gfx950" or seed < 2   # optional: as pandas' query
+    minutes: 10                           # optional limits of each run (60 minutes, no memory limit)
+    memory_gib: 4
+    gpu: true                             # optional: each run asks Dask for GPU=1
+    """
+    from mla_lab import grid as grids
+    from mla_lab import sweep as sweeps
+
+    try:
+        made = grids.read(grid)
+        folder = out or Path("runs") / made.name
+        outcomes = sweeps.sweep(made, folder, jobs, scheduler, fresh=not resume, show=True)
+    except (grids.GridError, sweeps.SweepError) as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo(f"stopped; the same command goes on where this ended ({folder})", err=True)
+        sys.exit(130)
+    failed = [o for o in outcomes if o["status"] == "failed"]
+    for o in failed:
+        click.echo(_point(o, made.varied) + f" failed: {o['error']} ({folder / 'runs' / o['digest']})", err=True)
+    click.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} done, {len(failed)} failed; results in {folder / 'results'}")
+    sys.exit(1 if failed else 0)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import shlex
@@ -177,7 +178,8 @@ class Results:
     def findings(self, **values) -> pd.DataFrame:
         """The notebook's last word, as a table: what was found, by name."""
         frame = pd.DataFrame(dict(found=list(values), value=[v if isinstance(v, str) else f"{v:.4g}" for v in values.values()]))
-        self.table("findings", frame)
+        # A sweep compares runs by the numbers themselves.
+        self.table("findings", frame.assign(number=[math.nan if isinstance(v, str) else float(v) for v in values.values()]))
         return frame
 
 

@@ -186,7 +186,7 @@ def _section(outcome: Outcome, folder: Path) -> dict:
     for path in sorted(outcome.results.glob("*.parquet"), key=lambda p: p.stat().st_mtime_ns):
         frame = pd.read_parquet(path)
         if path.stem == "findings":
-            findings = table_html(frame)
+            findings = table_html(frame.drop(columns="number"))
         else:
             tables.append(dict(name=path.stem, rows=len(frame), html=table_html(frame), command=frame.command.iloc[0] if "command" in frame else ""))
     figures = [dict(name=p.stem, data=base64.b64encode(p.read_bytes()).decode()) for p in sorted(outcome.results.glob("*.png"), key=lambda p: p.stat().st_mtime_ns)]

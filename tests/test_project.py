@@ -78,8 +78,8 @@ def test_packages_matches_the_folders():
 
 
 ORDER = [
-    {"formats", "recipe", "kernels", "numerics", "plots", "metrics"}, {"arch", "cache"}, {"lists"}, {"inputs", "reference"}, {"emulate"}, {"portable"}, {"cdna"},
-    {"attention"}, {"flashmla", "operator"}, {"study", "compile", "capture", "budget"}, {"floor"}, {"notebook"}, {"runs", "bench", "check"}, {"cli"},
+    {"formats", "recipe", "kernels", "numerics", "plots", "metrics", "collect"}, {"arch", "cache"}, {"lists"}, {"inputs", "reference"}, {"emulate"}, {"portable"}, {"cdna"},
+    {"attention"}, {"flashmla", "operator"}, {"study", "compile", "capture", "budget"}, {"floor"}, {"notebook"}, {"runs", "bench", "check"}, {"grid"}, {"sweep"}, {"cli"},
 ]
 """Each module imports only from sets before its own (formats comes before metrics within the first)."""
 
@@ -99,7 +99,7 @@ def test_imports_go_one_way():
     rank = {name: i for i, names in enumerate(ORDER) for name in names}
     modules = {p.stem: p for p in (ROOT / "mla_lab").glob("*.py") if p.stem != "__init__"}
     assert set(modules) == set(rank)
-    public = {"Recipe", "flash_mla_sparse_fwd", "merge_parts", "sparse_mla_fwd", "__version__"}
+    public = {"Recipe", "flash_mla_sparse_fwd", "merge_parts", "results", "sparse_mla_fwd", "__version__"}
     for name, path in modules.items():
         for other in imported(path):
             if other in public:  # the package's own front: only for what stands behind attention

@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from mla_lab import cache, cdna, emulate, lists, portable
+from mla_lab import cache, cdna, emulate, hopper, lists, portable
 from mla_lab.arch import Profile, check_fits, choose_kv_splits, get_profile
 from mla_lab.formats import FORMAT_OF_DTYPE
 from mla_lab.recipe import DOTS, NAMED, Recipe, check_scale
 
-BACKENDS = ("auto", "triton", "cdna", "emulate")
+BACKENDS = ("auto", "triton", "hopper", "cdna", "emulate")
 
 MOST_SPLITS = 65_535
 """What a CUDA grid has room for in its third dimension."""
@@ -70,8 +70,12 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
 
     tokens, heads, _ = q.shape
     backend = _choose_backend(backend, q.device)
-    if backend in ("triton", "cdna"):
+    if backend in ("triton", "hopper", "cdna"):
         portable.check_recipe(recipe)
+    if backend == "hopper":
+        refused = hopper.refusal(profile, recipe, q, kv_buffer, kv_lora_rank, q.device)
+        if refused:
+            raise ValueError(refused)
     if backend == "cdna":
         cdna.check(recipe, kv_lora_rank, qk_rope_head_dim, kind, q_scale is not None)
     if check_indices or backend == "emulate":
@@ -81,8 +85,8 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     if kv_splits is None:
         kv_splits = choose_kv_splits(profile, tokens, heads, kv_indices.numel() // max(tokens, 1), launch.block_k)
 
-    if backend in ("triton", "cdna"):
-        return (cdna if backend == "cdna" else portable).sparse_mla(
+    if backend in ("triton", "hopper", "cdna"):
+        return {"triton": portable, "hopper": hopper, "cdna": cdna}[backend].sparse_mla(
             q, kv_buffer, kv_indptr, kv_indices, softmax_scale, profile=profile, recipe=recipe, launch=launch, kv_splits=kv_splits,
             kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, q_scale=q_scale, attn_sink=attn_sink, has_invalid=has_invalid,
             out=out, return_lse=return_lse, skip_reduce=skip_reduce,

@@ -1,0 +1,104 @@
+"""Layouts and launch of kernels/hopper.py: sparse MLA on NVIDIA's Hopper (sm_90).
+
+Where Gluon differs between Triton 3.6 and 3.9 for this kernel: a workgroup's barrier is gl.thread_barrier in 3.6 and
+gl.barrier from 3.7 on (kernels/hopper.py asks which is there).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from mla_lab.arch import Launch, Profile, device_arch
+from mla_lab.cache import flat_rows, is_packed, slots
+from mla_lab.formats import E4M3FN
+from mla_lab.kernels import hopper as kernels
+from mla_lab.numerics import LOG2_E
+from mla_lab.portable import as_bytes, attend_and_merge
+from mla_lab.recipe import Recipe
+
+CACHES = {"bf16": 0, "fp8_scalar": 1, "fp8_dsv32_mla": 2}
+
+
+def refusal(profile: Profile, recipe: Recipe, q, kv_buffer, kv_lora_rank: int, device: torch.device) -> str | None:
+    """Why this kernel does not run a call (argument: what came; what is accepted), or None where it does."""
+    if device.type != "cuda" or device_arch(device) != "sm_90":
+        return f"backend: got 'hopper' on {device_arch(device) if device.type == 'cuda' else device}; accepted there: 'auto'"
+    if profile.encoding != E4M3FN:
+        return f"arch: got {profile.name!r} for the hopper kernel, which reads {E4M3FN.name}; accepted there: 'sm_90', 'gfx950'"
+    if "fp8x2" in (recipe.q, recipe.p):
+        return f"recipe: got {recipe} for the hopper kernel; accepted there: one term for q and p"
+    if kv_lora_rank != 512:
+        return f"kv_lora_rank: got {kv_lora_rank} for the hopper kernel; accepted there: 512"
+    if q.shape[2] - kv_lora_rank not in (0, 64):
+        return f"qk_rope_head_dim: got {q.shape[2] - kv_lora_rank} for the hopper kernel; accepted there: 0, 64"
+    rows = flat_rows(as_bytes(kv_buffer))
+    strides = [rows.stride(0) * rows.element_size(), rows.stride(1) * rows.element_size()]
+    if rows.data_ptr() % 16 or any(stride % 16 for stride in strides):
+        return f"kv_buffer: got rows at {rows.data_ptr():#x} of strides {strides} bytes for the hopper kernel; accepted there: multiples of 16 bytes, which it copies at a time"
+    return None
+
+
+def _bits(n: int) -> range:
+    return range(n.bit_length() - 1)
+
+
+def shape_of(cache: int, heads: int, rope: int, q_fp8: bool) -> dict:
+    """Tile, warps and stages: what fits."""
+    if heads <= 16:
+        return dict(block_k=64, warps=4, heads_block=16, stages=2 if cache == 0 and rope else 3)
+    return dict(block_k=64, warps=8, heads_block=64, stages=2 if cache == 0 else 3)
+
+
+def constants(*, cache: int, q_fp8: bool, p_fp8: bool, rope: int, heads: int, kv_block: int, q_given: bool, q_per_head: bool, has_invalid: bool,
+              has_sink: bool, write_lse: bool, write_parts: bool, fp8_max: float, block_k: int, warps: int, heads_block: int, stages: int) -> dict:
+    groups = warps // 4
+    latents = 128 if cache == 2 else 512
+    s = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, heads_block // groups, 32 if q_fp8 else 16])
+    o = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, heads_block, 16])
+    # QK's left operand in registers: lane quarter: 4 columns of 16, lane eighth: key, warps: 16 keys.
+    columns = 128
+    keys = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]] + [[0, 16 << i] for i in _bits(columns // 16)] + [[64 << i, 0] for i in _bits(block_k // 64)],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]] + [[0, 0]] * (groups.bit_length() - 1), [], [block_k, columns])
+    own = latents // (8 * warps)  # latents of a lane
+    values = gl.DistributedLinearLayout(
+        [[0, 1 << i] for i in _bits(own)] + [[1, 0], [8, 0]], [[2, 0], [4, 0]] + [[0, own << i] for i in range(3)],
+        [[0, 8 * own << i] for i in _bits(warps)], [], [16, latents])
+    if cache == 0:
+        out = gl.BlockedLayout([8, 1], [32, 1], [2, warps // 2], [0, 1])
+    else:
+        out = gl.DistributedLinearLayout(
+            [[1 << i, 0] for i in _bits(own)] + [[0, 1]] + [[0, 8 << i] for i in _bits(heads_block // 8)], [[0, 2], [0, 4]] + [[own << i, 0] for i in range(3)],
+            [[8 * own << i, 0] for i in _bits(warps)], [], [latents, heads_block])
+    return dict(ROPE=rope, KV_BLOCK=kv_block, BLOCK_K=block_k, HEADS=heads_block, STAGES=stages, WARPS=warps, FP8_MAX=fp8_max, CACHE=cache, Q_FP8=q_fp8,
+                Q_PER_HEAD=q_per_head, Q_GIVEN=q_given, P_FP8=p_fp8, HAS_INVALID=has_invalid, HAS_SINK=has_sink, WRITE_LSE=write_lse, WRITE_PARTS=write_parts,
+                S=s, O=o, KEYS=keys, VALUES=values, OUT=out)
+
+
+def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, profile: Profile, recipe: Recipe, launch: Launch, kv_splits: int,
+               kv_scale, kv_lora_rank: int, q_scale, attn_sink, has_invalid: bool, out, return_lse: bool, skip_reduce: bool, shape: dict | None = None):
+    """(out, lse or None), or (Parts, None) with skip_reduce. Arguments already checked, by `refusal` too."""
+    _, heads, width = q.shape
+    rows = flat_rows(as_bytes(kv_buffer))
+    cache = 1 if kv_scale is not None else (2 if is_packed(kv_buffer) else 0)
+    shape = shape or shape_of(cache, heads, width - kv_lora_rank, recipe.q != "bf16")
+    kv_block, stride_block = rows.shape[1], rows.stride(0)
+    if stride_block == kv_block * rows.stride(1):  # one long list of rows: no division by the block
+        kv_block, stride_block = 1, rows.stride(1)
+    views = (rows.view(torch.float32), rows.view(torch.bfloat16)) if cache == 2 else (rows, rows)
+
+    def attend(out, lse, parts, sink):
+        compile_time = constants(
+            cache=cache, q_fp8=recipe.q != "bf16", p_fp8=recipe.p != "bf16", rope=width - kv_lora_rank, heads=heads, kv_block=kv_block,
+            q_given=q_scale is not None, q_per_head=recipe.q_granularity == "head", has_invalid=has_invalid, has_sink=sink is not None,
+            write_lse=lse is not None, write_parts=parts is not None, fp8_max=profile.encoding.max_finite, **shape,
+        )
+        kernels.attend_hopper[(q.shape[0], triton.cdiv(heads, compile_time["HEADS"]), kv_splits)](
+            as_bytes(q), rows, *views, kv_indptr, kv_indices, q_scale, kv_scale, sink, out, lse, *(parts or (None, None, None)),
+            softmax_scale * LOG2_E, profile.p_scale_of(recipe), slots(kv_buffer), heads, kv_splits,
+            q.stride(0), q.stride(1), stride_block, rows.stride(1), out.stride(0), out.stride(1), **compile_time, num_warps=compile_time["WARPS"],
+        )
+
+    return attend_and_merge(attend, q, kv_lora_rank, kv_splits, attn_sink, out, return_lse, skip_reduce)

@@ -66,6 +66,17 @@ def _copy(tile, kv, slot, slots, stride_block, stride_row, KV_BLOCK: gl.constexp
 
 
 @gluon.jit
+def _fetch(ring, rope_ring, into, kv, ropes, slot, rope_slot, slots, stride_block, stride_row, KV_BLOCK: gl.constexpr, ROPE: gl.constexpr, CACHE: gl.constexpr, LOAD: gl.constexpr, ROPE_LOAD: gl.constexpr):
+    """Starts the gather of one tile, rope columns included, into place `into` of the ring."""
+    _copy(ring.index(into), kv, slot, slots, stride_block, stride_row, KV_BLOCK, RANK, LOAD)
+    if ROPE > 0:
+        if CACHE == PACKED_CACHE:
+            _copy(rope_ring.index(into), ropes + (RANK + 16) // 2, rope_slot, slots, stride_block // 2, stride_row // 2, KV_BLOCK, ROPE, ROPE_LOAD)
+        else:
+            _copy(rope_ring.index(into), kv + RANK, rope_slot, slots, stride_block, stride_row, KV_BLOCK, ROPE, ROPE_LOAD)
+
+
+@gluon.jit
 def _to_f16(codes):
     return codes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
 
@@ -110,61 +121,6 @@ def _quantize_q(x, largest, FP8_MAX: gl.constexpr, Q_FP8: gl.constexpr):
 
 
 @gluon.jit
-def _scores(tile, rope_tile, q_tile, q_rope_tile, key_scales, scale, rope_scale,
-            BLOCK_K: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr, CACHE: gl.constexpr, Q_FP8: gl.constexpr,
-            KEYS: gl.constexpr, S: gl.constexpr):
-    """S^T [BLOCK_K, HEADS] in log2 units. key_scales: the packed cache's, one per key and group."""
-    none = gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S)
-    if CACHE == BF16_CACHE:
-        s = warpgroup_mma(tile, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        if ROPE > 0:
-            s = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        return s * scale[None, :]
-    elif Q_FP8:
-        k = tile._reinterpret(gl.float8e4nv, [BLOCK_K, RANK], tile.layout)
-        s0 = warpgroup_mma(k.slice(0, GROUP, 1), q_tile.slice(0, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s1 = warpgroup_mma(k.slice(GROUP, GROUP, 1), q_tile.slice(GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s2 = warpgroup_mma(k.slice(2 * GROUP, GROUP, 1), q_tile.slice(2 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s3 = warpgroup_mma(k.slice(3 * GROUP, GROUP, 1), q_tile.slice(3 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s4 = none
-        if ROPE > 0:
-            if CACHE == PACKED_CACHE:  # a bf16 product: its layout differs in the instruction's columns alone
-                wide: gl.constexpr = gl.NVMMADistributedLayout(S.version, S.warps_per_cta, [S.instr_shape[0], S.instr_shape[1], 16])
-                s4 = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), gl.zeros([BLOCK_K, HEADS], gl.float32, layout=wide), use_acc=False, is_async=True)
-            else:
-                k_rope = rope_tile._reinterpret(gl.float8e4nv, [BLOCK_K, ROPE], rope_tile.layout)
-                s4 = warpgroup_mma(k_rope, q_rope_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-            s0, s1, s2, s3, s4 = warpgroup_mma_wait(0, deps=[s0, s1, s2, s3, s4])
-        else:
-            s0, s1, s2, s3 = warpgroup_mma_wait(0, deps=[s0, s1, s2, s3])
-        if CACHE == PACKED_CACHE:
-            s = s0 * key_scales[0][:, None] + s1 * key_scales[1][:, None] + s2 * key_scales[2][:, None] + s3 * key_scales[3][:, None]
-            return s * scale[None, :] + gl.convert_layout(s4, S, assert_trivial=True) * rope_scale[None, :]
-        else:
-            return (((s0 + s1) + (s2 + s3)) + s4) * scale[None, :]
-    else:
-        s = none
-        total = none
-        for g in gl.static_range(RANK // GROUP):
-            k = _keys_operand(tile.slice(g * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S)
-            if CACHE == PACKED_CACHE:
-                s = warpgroup_mma(k, q_tile.slice(g * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False)
-                total += s * key_scales[g][:, None]
-            else:
-                s = warpgroup_mma(k, q_tile.slice(g * GROUP, GROUP, 1).permute((1, 0)), s, use_acc=g > 0, is_async=True)
-        if ROPE > 0:
-            if CACHE == PACKED_CACHE:
-                s = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), none, use_acc=False)
-                return total * scale[None, :] + s * rope_scale[None, :]
-            else:
-                k_rope = _keys_operand(rope_tile, BLOCK_K, ROPE, KEYS, S)
-                s = warpgroup_mma(k_rope, q_rope_tile.permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        return s * scale[None, :]
-
-
-@gluon.jit
 def _p_operand(p, p_scale, P_FP8: gl.constexpr, CACHE: gl.constexpr):
     """P, rounded as the recipe says, in the type that PV multiplies."""
     if CACHE == BF16_CACHE:
@@ -175,11 +131,150 @@ def _p_operand(p, p_scale, P_FP8: gl.constexpr, CACHE: gl.constexpr):
         return (p.to(gl.bfloat16).to(gl.float32) * P_FACTOR).to(gl.float16)
 
 
+@gluon.jit
+def _start_scores(tile, rope_tile, q_tile, q_rope_tile, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr,
+                  CACHE: gl.constexpr, Q_FP8: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    """Starts K . Q^T. What _join_scores makes the scores of, once it is there: one sum, or one per group of columns and the rope's."""
+    none = gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S)
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(S.version, S.warps_per_cta, [S.instr_shape[0], S.instr_shape[1], 16])
+    if CACHE == BF16_CACHE:
+        s = warpgroup_mma(tile, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+        if ROPE > 0:
+            s = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), s, is_async=True)
+        return (s,)
+    elif Q_FP8:
+        k = tile._reinterpret(gl.float8e4nv, [BLOCK_K, RANK], tile.layout)
+        s0 = warpgroup_mma(k.slice(0, GROUP, 1), q_tile.slice(0, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s1 = warpgroup_mma(k.slice(GROUP, GROUP, 1), q_tile.slice(GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s2 = warpgroup_mma(k.slice(2 * GROUP, GROUP, 1), q_tile.slice(2 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s3 = warpgroup_mma(k.slice(3 * GROUP, GROUP, 1), q_tile.slice(3 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        if ROPE > 0:
+            if CACHE == PACKED_CACHE:  # a bf16 product: its layout differs in the instruction's columns alone
+                s4 = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), gl.zeros([BLOCK_K, HEADS], gl.float32, layout=WIDE), use_acc=False, is_async=True)
+            else:
+                k_rope = rope_tile._reinterpret(gl.float8e4nv, [BLOCK_K, ROPE], rope_tile.layout)
+                s4 = warpgroup_mma(k_rope, q_rope_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+            return (s0, s1, s2, s3, s4)
+        else:
+            return (s0, s1, s2, s3)
+    elif CACHE == PACKED_CACHE:
+        s0 = warpgroup_mma(_keys_operand(tile.slice(0, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(0, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s1 = warpgroup_mma(_keys_operand(tile.slice(GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s2 = warpgroup_mma(_keys_operand(tile.slice(2 * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(2 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s3 = warpgroup_mma(_keys_operand(tile.slice(3 * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(3 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        s4 = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+        return (s0, s1, s2, s3, s4)
+    else:
+        s = none
+        for g in gl.static_range(RANK // GROUP):
+            s = warpgroup_mma(_keys_operand(tile.slice(g * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(g * GROUP, GROUP, 1).permute((1, 0)), s, use_acc=g > 0, is_async=True)
+            if g > 0:
+                s = warpgroup_mma_wait(1, deps=[s])
+        if ROPE > 0:
+            s = warpgroup_mma(_keys_operand(rope_tile, BLOCK_K, ROPE, KEYS, S), q_rope_tile.permute((1, 0)), s, is_async=True)
+        return (s,)
+
+
+@gluon.jit
+def _join_scores(s, key_scales, scale, rope_scale, ROPE: gl.constexpr, CACHE: gl.constexpr, Q_FP8: gl.constexpr, S: gl.constexpr):
+    """S^T [BLOCK_K, HEADS] in log2 units. key_scales: the packed cache's, one per key and group."""
+    if CACHE == PACKED_CACHE:
+        total = s[0] * key_scales[0][:, None] + s[1] * key_scales[1][:, None] + s[2] * key_scales[2][:, None] + s[3] * key_scales[3][:, None]
+        return total * scale[None, :] + gl.convert_layout(s[4], S, assert_trivial=True) * rope_scale[None, :]
+    elif Q_FP8:
+        total = (s[0] + s[1]) + (s[2] + s[3])
+        if ROPE > 0:
+            total += s[4]
+        return total * scale[None, :]
+    else:
+        return s[0] * scale[None, :]
+
+
+@gluon.jit
+def _wait(number: gl.constexpr, s):
+    """Waits until no more than `number` products are under way; s, a tuple of what they make, is there then."""
+    if len(s) == 1:
+        return (warpgroup_mma_wait(number, deps=[s[0]]),)
+    elif len(s) == 4:
+        s0, s1, s2, s3 = warpgroup_mma_wait(number, deps=[s[0], s[1], s[2], s[3]])
+        return (s0, s1, s2, s3)
+    else:
+        s0, s1, s2, s3, s4 = warpgroup_mma_wait(number, deps=[s[0], s[1], s[2], s[3], s[4]])
+        return (s0, s1, s2, s3, s4)
+
+
+@gluon.jit
+def _values(acc, tile, p_tile, BLOCK_K: gl.constexpr, LATENTS: gl.constexpr, WARPS: gl.constexpr, CACHE: gl.constexpr, VALUES: gl.constexpr, O: gl.constexpr):
+    """Starts acc += V^T . P^T. All but its last part are done on return."""
+    BLOCK: gl.constexpr = 16
+    if CACHE == BF16_CACHE:
+        acc = warpgroup_mma(tile.permute((1, 0)), p_tile, acc, is_async=True)
+    else:
+        for k in gl.static_range(BLOCK_K // BLOCK):
+            v = _values_operand(tile.slice(k * BLOCK, BLOCK), BLOCK, LATENTS, WARPS, VALUES, O)
+            acc = warpgroup_mma(v, p_tile.slice(k * BLOCK, BLOCK), acc, is_async=True)
+            if k > 0:  # so that no more than two operands hold registers
+                acc = warpgroup_mma_wait(1, deps=[acc])
+    return acc
+
+
+@gluon.jit
+def _softmax(scores, valid, wrong, row_max, p_sum):
+    """Masks a tile's scores and moves the online softmax on: p, what the accumulator shrinks by, maximum, sums of p per row of the tile."""
+    scores = gl.where(valid[:, None], scores, float("-inf"))
+    scores = gl.where(wrong[:, None], float("nan"), scores)
+    new_max = gl.maximum(row_max, gl.max(scores, 0))
+    safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha = gl.exp2(row_max - safe_max)
+    p = gl.exp2(scores - safe_max[None, :])
+    return p, alpha, new_max, p_sum * alpha[None, :] + p
+
+
+@gluon.jit
+def _keys_of_tile(scales, indices, start, lo, last, slots, stride_block, stride_row, KV_BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, CACHE: gl.constexpr, HAS_INVALID: gl.constexpr, KEY: gl.constexpr):
+    """Of a tile's keys: which are there, which are out of range, and the packed cache's scales."""
+    slot = _lookup(indices, start, lo, last, BLOCK_K, KEY)
+    valid = (slot >= 0) & (slot < slots)
+    listed = lo + gl.arange(0, BLOCK_K, layout=KEY) < last
+    if HAS_INVALID:
+        wrong = listed & ((slot < -1) | (slot >= slots))
+    else:
+        wrong = listed & ~valid
+    if CACHE == PACKED_CACHE:
+        wide = slot.to(gl.int64)
+        at = scales + ((wide // KV_BLOCK) * stride_block + (wide % KV_BLOCK) * stride_row) // 4 + RANK // 4
+        return valid, wrong, (gl.load(at, mask=valid, other=0.0), gl.load(at + 1, mask=valid, other=0.0), gl.load(at + 2, mask=valid, other=0.0), gl.load(at + 3, mask=valid, other=0.0))
+    else:
+        return valid, wrong, ()
+
+
+@gluon.jit
+def _store_p(p_tiles, place, p, key_scales, units, alpha, p_scale, P_FP8: gl.constexpr, CACHE: gl.constexpr):
+    """P to shared memory. Returns what each accumulator shrinks by, and the units that they are in from now on.
+
+    The packed cache's group scale multiplies p, over the tile's largest, which is the unit of that group's accumulator.
+    """
+    if CACHE == PACKED_CACHE:
+        shrink = ()
+        after = ()
+        for g in gl.static_range(4):
+            largest = gl.max(gl.abs(key_scales[g]), 0)
+            largest = gl.where(largest == 0.0, units[g], largest)
+            share = gl.div_rn(key_scales[g], gl.zeros_like(key_scales[g]) + largest)
+            p_tiles.index(place + g).store(_p_operand(p * share[:, None], p_scale, P_FP8, CACHE))
+            shrink = shrink + (alpha * (units[g] / largest),)
+            after = after + (largest,)
+        return shrink, after
+    else:
+        p_tiles.index(place).store(_p_operand(p, p_scale, P_FP8, CACHE))
+        return (alpha,), units
+
+
 @gluon.jit(repr=kernel_name)
 def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, part_max, part_sum,
                   score_scale, p_scale, slots, heads, splits,
                   stride_q_token, stride_q_head, stride_kv_block, stride_kv_row, stride_out_token, stride_out_head,
-                  ROPE: gl.constexpr, KV_BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+                  ROPE: gl.constexpr, KV_BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr, P_BUFFERS: gl.constexpr,
                   FP8_MAX: gl.constexpr, CACHE: gl.constexpr, Q_FP8: gl.constexpr, Q_PER_HEAD: gl.constexpr, Q_GIVEN: gl.constexpr, P_FP8: gl.constexpr,
                   HAS_INVALID: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, WRITE_PARTS: gl.constexpr,
                   S: gl.constexpr, O: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, OUT: gl.constexpr):
@@ -206,7 +301,6 @@ def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink
     P_TYPE: gl.constexpr = gl.bfloat16 if WIDE_CACHE else gl.float16
     P_TILE: gl.constexpr = gl.NVMMASharedLayout(HEADS * 2 if HEADS < 64 else 128, 16, 2)
     P_TILES: gl.constexpr = 4 if CACHE == PACKED_CACHE else 1
-    PV_BLOCK: gl.constexpr = 16
     KEY: gl.constexpr = gl.SliceLayout(1, S)
     HEAD: gl.constexpr = gl.SliceLayout(0, S)
     O_HEAD: gl.constexpr = gl.SliceLayout(0, O)
@@ -225,17 +319,17 @@ def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink
         rope_ring = ring
     GATHER: gl.constexpr = gl.SliceLayout(1, LOAD)
     ROPE_GATHER: gl.constexpr = gl.SliceLayout(1, ROPE_LOAD)
-    for i in gl.static_range(STAGES - 1):
+    # Overlapped, a tile is read over two rounds, and its place is free one round later.
+    AHEAD: gl.constexpr = STAGES if OVERLAP else STAGES - 1
+    for i in gl.static_range(AHEAD):
         if first + i * BLOCK_K < last:
-            _copy(ring.index(i), kv, _lookup(indices, start, first + i * BLOCK_K, last, BLOCK_K, GATHER), slots, stride_kv_block, stride_kv_row, KV_BLOCK, RANK, LOAD)
+            slot = _lookup(indices, start, first + i * BLOCK_K, last, BLOCK_K, GATHER)
+            rope_slot = slot
             if ROPE > 0:
-                slot = _lookup(indices, start, first + i * BLOCK_K, last, BLOCK_K, ROPE_GATHER)
-                if CACHE == PACKED_CACHE:
-                    _copy(rope_ring.index(i), ropes + (RANK + 16) // 2, slot, slots, stride_kv_block // 2, stride_kv_row // 2, KV_BLOCK, ROPE, ROPE_LOAD)
-                else:
-                    _copy(rope_ring.index(i), kv + RANK, slot, slots, stride_kv_block, stride_kv_row, KV_BLOCK, ROPE, ROPE_LOAD)
+                rope_slot = _lookup(indices, start, first + i * BLOCK_K, last, BLOCK_K, ROPE_GATHER)
+            _fetch(ring, rope_ring, i, kv, ropes, slot, rope_slot, slots, stride_kv_block, stride_kv_row, KV_BLOCK, ROPE, CACHE, LOAD, ROPE_LOAD)
         async_copy.commit_group()
-    ahead_at = first + (STAGES - 1) * BLOCK_K
+    ahead_at = first + AHEAD * BLOCK_K
     ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, GATHER)
     rope_ahead = ahead
     if ROPE > 0:
@@ -315,96 +409,100 @@ def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink
     elif CACHE != BF16_CACHE:
         value_scale = value_scale * (1.0 / P_FACTOR)
 
-    p_tiles = gl.allocate_shared_memory(P_TYPE, [P_TILES, BLOCK_K, HEADS], P_TILE)
+    p_tiles = gl.allocate_shared_memory(P_TYPE, [P_BUFFERS * P_TILES, BLOCK_K, HEADS], P_TILE)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, layout=HEAD)
     p_sum = gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S)
+    one = score_scale * 0.0 + 1.0
     if CACHE == PACKED_CACHE:
         acc = (gl.zeros([GROUP, HEADS], gl.float32, layout=O), gl.zeros([GROUP, HEADS], gl.float32, layout=O),
                gl.zeros([GROUP, HEADS], gl.float32, layout=O), gl.zeros([GROUP, HEADS], gl.float32, layout=O))
+        units = (one, one, one, one)
     else:
         acc = (gl.zeros([RANK, HEADS], gl.float32, layout=O),)
-    in_units = (score_scale * 0.0 + 1.0, score_scale * 0.0 + 1.0, score_scale * 0.0 + 1.0, score_scale * 0.0 + 1.0)
+        units = (one,)
 
-    for i in range(tiles):
-        stage = i % STAGES
-        lo = first + i * BLOCK_K
-        key_slot = _lookup(indices, start, lo, last, BLOCK_K, KEY)
-        valid = (key_slot >= 0) & (key_slot < slots)
-        listed = lo + gl.arange(0, BLOCK_K, layout=KEY) < last
-        if HAS_INVALID:
-            wrong = listed & ((key_slot < -1) | (key_slot >= slots))
-        else:
-            wrong = listed & ~valid
-        key_scales = (scale, scale, scale, scale)
-        if CACHE == PACKED_CACHE:
-            wide_slot = key_slot.to(gl.int64)
-            scale_at = scales + ((wide_slot // KV_BLOCK) * stride_kv_block + (wide_slot % KV_BLOCK) * stride_kv_row) // 4 + RANK // 4
-            key_scales = (gl.load(scale_at, mask=valid, other=0.0), gl.load(scale_at + 1, mask=valid, other=0.0),
-                          gl.load(scale_at + 2, mask=valid, other=0.0), gl.load(scale_at + 3, mask=valid, other=0.0))
+    if OVERLAP:
+        # Round i: QK of tile i + 1 and PV of tile i are under way while the softmax of tile i + 1 is computed.
+        valid, wrong, key_scales = _keys_of_tile(scales, indices, start, first, last, slots, stride_kv_block, stride_kv_row, KV_BLOCK, BLOCK_K, CACHE, HAS_INVALID, KEY)
+        async_copy.wait_group(STAGES - 1)
+        fence_async_shared()
+        _barrier()
+        s = _wait(0, _start_scores(ring.index(0), rope_ring.index(0), q_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S))
+        p, alpha, row_max, p_sum = _softmax(_join_scores(s, key_scales, scale, rope_scale, ROPE, CACHE, Q_FP8, S), valid, wrong, row_max, p_sum)
+        _, units = _store_p(p_tiles, 0, p, key_scales, units, gl.convert_layout(alpha, O_HEAD), p_scale, P_FP8, CACHE)
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
         _barrier()
-        # Into the tile that the previous round has left.
-        into = (i + STAGES - 1) % STAGES
-        if ahead_at < last:
-            _copy(ring.index(into), kv, ahead, slots, stride_kv_block, stride_kv_row, KV_BLOCK, RANK, LOAD)
-            if ROPE > 0:
-                if CACHE == PACKED_CACHE:
-                    _copy(rope_ring.index(into), ropes + (RANK + 16) // 2, rope_ahead, slots, stride_kv_block // 2, stride_kv_row // 2, KV_BLOCK, ROPE, ROPE_LOAD)
-                else:
-                    _copy(rope_ring.index(into), kv + RANK, rope_ahead, slots, stride_kv_block, stride_kv_row, KV_BLOCK, ROPE, ROPE_LOAD)
-        async_copy.commit_group()
-        ahead_at += BLOCK_K
-        ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, GATHER)
-        if ROPE > 0:
-            rope_ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, ROPE_GATHER)
-
-        tile = ring.index(stage)
-        scores = _scores(tile, rope_ring.index(stage), q_tile, q_rope_tile, key_scales, scale, rope_scale, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S)
-        scores = gl.where(valid[:, None], scores, float("-inf"))
-        scores = gl.where(wrong[:, None], float("nan"), scores)
-        new_max = gl.maximum(row_max, gl.max(scores, 0))
-        safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = gl.exp2(row_max - safe_max)
-        p = gl.exp2(scores - safe_max[None, :])
-        row_max = new_max
-        p_sum = p_sum * alpha[None, :] + p
-        alpha = gl.convert_layout(alpha, O_HEAD)
-        if CACHE == PACKED_CACHE:
-            shrink = ()
-            units = ()
-            for g in gl.static_range(4):
-                biggest = gl.max(gl.abs(key_scales[g]), 0)
-                biggest = gl.where(biggest == 0.0, in_units[g], biggest)
-                share = gl.div_rn(key_scales[g], gl.zeros_like(key_scales[g]) + biggest)
-                p_tiles.index(g).store(_p_operand(p * share[:, None], p_scale, P_FP8, CACHE))
-                shrink = shrink + (alpha * (in_units[g] / biggest),)
-                units = units + (biggest,)
-            in_units = units
-        else:
-            p_tiles.index(0).store(_p_operand(p, p_scale, P_FP8, CACHE))
-        fence_async_shared()
-        _barrier()
-        if CACHE == PACKED_CACHE:
-            after = ()
-            for g in gl.static_range(4):
-                one = acc[g] * shrink[g][None, :]
-                for k in gl.static_range(BLOCK_K // PV_BLOCK):
-                    v = _values_operand(tile.slice(k * PV_BLOCK, PV_BLOCK).slice(g * GROUP, GROUP, 1), PV_BLOCK, GROUP, WARPS, VALUES, O)
-                    one = warpgroup_mma(v, p_tiles.index(g).slice(k * PV_BLOCK, PV_BLOCK), one, is_async=True)
-                after = after + (one,)
-            a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=[after[0], after[1], after[2], after[3]])
-            acc = (a0, a1, a2, a3)
-        else:
-            one = acc[0] * alpha[None, :]
-            if CACHE == BF16_CACHE:
-                one = warpgroup_mma(tile.permute((1, 0)), p_tiles.index(0), one, is_async=True)
+        for i in range(tiles - 1):
+            valid, wrong, key_scales = _keys_of_tile(scales, indices, start, first + (i + 1) * BLOCK_K, last, slots, stride_kv_block, stride_kv_row, KV_BLOCK, BLOCK_K, CACHE, HAS_INVALID, KEY)
+            s = _start_scores(ring.index((i + 1) % STAGES), rope_ring.index((i + 1) % STAGES), q_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S)
+            tile = ring.index(i % STAGES)
+            this = (i % P_BUFFERS) * P_TILES
+            if CACHE == PACKED_CACHE:
+                parts = ()
+                for g in gl.static_range(4):
+                    parts = parts + (_values(acc[g], tile.slice(g * GROUP, GROUP, 1), p_tiles.index(this + g), BLOCK_K, GROUP, WARPS, CACHE, VALUES, O),)
+                s = _wait(1, s)
             else:
-                for k in gl.static_range(BLOCK_K // PV_BLOCK):
-                    v = _values_operand(tile.slice(k * PV_BLOCK, PV_BLOCK), PV_BLOCK, RANK, WARPS, VALUES, O)
-                    one = warpgroup_mma(v, p_tiles.index(0).slice(k * PV_BLOCK, PV_BLOCK), one, is_async=True)
-            one = warpgroup_mma_wait(0, deps=[one])
-            acc = (one,)
+                parts = (_values(acc[0], tile, p_tiles.index(this), BLOCK_K, RANK, WARPS, CACHE, VALUES, O),)
+                s = _wait(1, s)
+            p, alpha, row_max, p_sum = _softmax(_join_scores(s, key_scales, scale, rope_scale, ROPE, CACHE, Q_FP8, S), valid, wrong, row_max, p_sum)
+            o_alpha = gl.convert_layout(alpha, O_HEAD)
+            parts = _wait(0, parts)
+            if P_BUFFERS == 1:
+                _barrier()
+            shrink, units = _store_p(p_tiles, ((i + 1) % P_BUFFERS) * P_TILES, p, key_scales, units, o_alpha, p_scale, P_FP8, CACHE)
+            after = ()
+            for g in gl.static_range(len(parts)):
+                after = after + (parts[g] * shrink[g][None, :],)
+            acc = after
+            async_copy.wait_group(STAGES - 3)
+            fence_async_shared()
+            _barrier()
+            if ahead_at < last:
+                _fetch(ring, rope_ring, i % STAGES, kv, ropes, ahead, rope_ahead, slots, stride_kv_block, stride_kv_row, KV_BLOCK, ROPE, CACHE, LOAD, ROPE_LOAD)
+            async_copy.commit_group()
+            ahead_at += BLOCK_K
+            ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, GATHER)
+            if ROPE > 0:
+                rope_ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, ROPE_GATHER)
+        final = gl.maximum(tiles - 1, 0)
+        tile = ring.index(final % STAGES)
+        this = (final % P_BUFFERS) * P_TILES
+        parts = ()
+        for g in gl.static_range(len(acc)):
+            if CACHE == PACKED_CACHE:
+                parts = parts + (_values(acc[g], tile.slice(g * GROUP, GROUP, 1), p_tiles.index(this + g), BLOCK_K, GROUP, WARPS, CACHE, VALUES, O),)
+            else:
+                parts = parts + (_values(acc[g], tile, p_tiles.index(this), BLOCK_K, RANK, WARPS, CACHE, VALUES, O),)
+        acc = _wait(0, parts)
+    else:
+        for i in range(tiles):
+            valid, wrong, key_scales = _keys_of_tile(scales, indices, start, first + i * BLOCK_K, last, slots, stride_kv_block, stride_kv_row, KV_BLOCK, BLOCK_K, CACHE, HAS_INVALID, KEY)
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            _barrier()
+            # Into the place that the previous round has left.
+            if ahead_at < last:
+                _fetch(ring, rope_ring, (i + STAGES - 1) % STAGES, kv, ropes, ahead, rope_ahead, slots, stride_kv_block, stride_kv_row, KV_BLOCK, ROPE, CACHE, LOAD, ROPE_LOAD)
+            async_copy.commit_group()
+            ahead_at += BLOCK_K
+            ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, GATHER)
+            if ROPE > 0:
+                rope_ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, ROPE_GATHER)
+            tile = ring.index(i % STAGES)
+            s = _wait(0, _start_scores(tile, rope_ring.index(i % STAGES), q_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S))
+            p, alpha, row_max, p_sum = _softmax(_join_scores(s, key_scales, scale, rope_scale, ROPE, CACHE, Q_FP8, S), valid, wrong, row_max, p_sum)
+            shrink, units = _store_p(p_tiles, 0, p, key_scales, units, gl.convert_layout(alpha, O_HEAD), p_scale, P_FP8, CACHE)
+            fence_async_shared()
+            _barrier()
+            parts = ()
+            for g in gl.static_range(len(acc)):
+                if CACHE == PACKED_CACHE:
+                    parts = parts + (_values(acc[g] * shrink[g][None, :], tile.slice(g * GROUP, GROUP, 1), p_tiles.index(g), BLOCK_K, GROUP, WARPS, CACHE, VALUES, O),)
+                else:
+                    parts = parts + (_values(acc[g] * shrink[g][None, :], tile, p_tiles.index(0), BLOCK_K, RANK, WARPS, CACHE, VALUES, O),)
+            acc = _wait(0, parts)
 
     async_copy.wait_group(0)
     row_sum = gl.sum(p_sum, 0)
@@ -438,7 +536,7 @@ def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink
     for g in gl.static_range(RANK // COLUMNS):
         rows = acc[g] * factor[None, :]
         if CACHE == PACKED_CACHE:
-            rows = rows * in_units[g]
+            rows = rows * units[g]
         if CACHE != BF16_CACHE:
             rows = _rows_to_latents(rows, COLUMNS, HEADS, WARPS)
         rows = gl.convert_layout(rows, OUT)

@@ -47,12 +47,13 @@ def _bits(n: int) -> range:
 def shape_of(cache: int, heads: int, rope: int, q_fp8: bool) -> dict:
     """Tile, warps and stages: what fits."""
     if heads <= 16:
-        return dict(block_k=64, warps=4, heads_block=16, stages=2 if cache == 0 and rope else 3)
-    return dict(block_k=64, warps=8, heads_block=64, stages=2 if cache == 0 else 3)
+        stages = 2 if cache == 0 and rope else 3
+        return dict(block_k=64, warps=4, heads_block=16, stages=stages, overlap=stages > 2 and cache != 2)
+    return dict(block_k=64, warps=8, heads_block=64, stages=2 if cache == 0 else 3, overlap=False)
 
 
 def constants(*, cache: int, q_fp8: bool, p_fp8: bool, rope: int, heads: int, kv_block: int, q_given: bool, q_per_head: bool, has_invalid: bool,
-              has_sink: bool, write_lse: bool, write_parts: bool, fp8_max: float, block_k: int, warps: int, heads_block: int, stages: int) -> dict:
+              has_sink: bool, write_lse: bool, write_parts: bool, fp8_max: float, block_k: int, warps: int, heads_block: int, stages: int, overlap: bool) -> dict:
     groups = warps // 4
     latents = 128 if cache == 2 else 512
     s = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, heads_block // groups, 32 if q_fp8 else 16])
@@ -72,7 +73,7 @@ def constants(*, cache: int, q_fp8: bool, p_fp8: bool, rope: int, heads: int, kv
         out = gl.DistributedLinearLayout(
             [[1 << i, 0] for i in _bits(own)] + [[0, 1]] + [[0, 8 << i] for i in _bits(heads_block // 8)], [[0, 2], [0, 4]] + [[own << i, 0] for i in range(3)],
             [[8 * own << i, 0] for i in _bits(warps)], [], [latents, heads_block])
-    return dict(ROPE=rope, KV_BLOCK=kv_block, BLOCK_K=block_k, HEADS=heads_block, STAGES=stages, WARPS=warps, FP8_MAX=fp8_max, CACHE=cache, Q_FP8=q_fp8,
+    return dict(ROPE=rope, KV_BLOCK=kv_block, BLOCK_K=block_k, HEADS=heads_block, STAGES=stages, WARPS=warps, OVERLAP=overlap, P_BUFFERS=2 if overlap and cache != 2 else 1, FP8_MAX=fp8_max, CACHE=cache, Q_FP8=q_fp8,
                 Q_PER_HEAD=q_per_head, Q_GIVEN=q_given, P_FP8=p_fp8, HAS_INVALID=has_invalid, HAS_SINK=has_sink, WRITE_LSE=write_lse, WRITE_PARTS=write_parts,
                 S=s, O=o, KEYS=keys, VALUES=values, OUT=out)
 

@@ -32,6 +32,7 @@ from mla_lab.kernels.sparse_mla import LN_2, LOG2_E, SMALLEST_AMAX
 
 RANK = gl.constexpr(512)
 GROUP = gl.constexpr(128)
+CHUNK = gl.constexpr(64)  # columns of K that are widened at a time
 QUANTUM = gl.constexpr(16)  # heads that share a scale of Q
 P_FACTOR = gl.constexpr(32768.0)  # keeps bf16's p in f16's normal range down to 2^-29
 
@@ -132,43 +133,99 @@ def _p_operand(p, p_scale, P_FP8: gl.constexpr, CACHE: gl.constexpr):
 
 
 @gluon.jit
+def _widened_scores(tile, q_tile, s, start: gl.constexpr, add: gl.constexpr, BLOCK_K: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    return warpgroup_mma(_keys_operand(tile.slice(start, CHUNK, 1), BLOCK_K, CHUNK, KEYS, S), q_tile.slice(start, CHUNK, 1).permute((1, 0)), s, use_acc=add, is_async=True)
+
+
+@gluon.jit
+def _group_scores(tile, q_tile, g: gl.constexpr, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, Q_FP8: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    """Starts K . Q^T of one group of columns."""
+    none = gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S)
+    q_part = q_tile.slice(g * GROUP, GROUP, 1).permute((1, 0))
+    if Q_FP8:
+        k = tile._reinterpret(gl.float8e4nv, [BLOCK_K, RANK], tile.layout)
+        return warpgroup_mma(k.slice(g * GROUP, GROUP, 1), q_part, none, use_acc=False, is_async=True)
+    else:
+        s = _widened_scores(tile, q_tile, none, g * GROUP, False, BLOCK_K, KEYS, S)
+        return _widened_scores(tile, q_tile, s, g * GROUP + CHUNK, True, BLOCK_K, KEYS, S)
+
+
+@gluon.jit
+def _rope_scores(rope_tile, q_rope_tile, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr, CACHE: gl.constexpr, S: gl.constexpr):
+    """Starts K . Q^T of the rope columns: bf16 in the packed cache, fp8 in the other."""
+    if CACHE == PACKED_CACHE:  # a bf16 product: its layout differs in the instruction's columns alone
+        WIDE: gl.constexpr = gl.NVMMADistributedLayout(S.version, S.warps_per_cta, [S.instr_shape[0], S.instr_shape[1], 16])
+        return warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), gl.zeros([BLOCK_K, HEADS], gl.float32, layout=WIDE), use_acc=False, is_async=True)
+    else:
+        k_rope = rope_tile._reinterpret(gl.float8e4nv, [BLOCK_K, ROPE], rope_tile.layout)
+        return warpgroup_mma(k_rope, q_rope_tile.permute((1, 0)), gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(tile, rope_tile, q_tile, q_rope_tile, key_scales, scale, rope_scale, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr,
+            CACHE: gl.constexpr, Q_FP8: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    """S^T [BLOCK_K, HEADS] in log2 units, with no more than two groups' sums in registers at a time."""
+    if CACHE == PACKED_CACHE or (Q_FP8 and CACHE == FP8_CACHE):
+        total = gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S)
+        now = total
+        for g in gl.static_range(RANK // GROUP):
+            if Q_FP8:
+                then = _group_scores(tile, q_tile, g, BLOCK_K, HEADS, Q_FP8, KEYS, S)
+            else:
+                then = _widened_scores(tile, q_tile, gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S), g * GROUP, False, BLOCK_K, KEYS, S)
+            if g > 0:
+                now = warpgroup_mma_wait(1, deps=[now])
+                if CACHE == PACKED_CACHE:
+                    total += now * key_scales[g - 1][:, None]
+                else:
+                    total += now
+            if not Q_FP8:
+                then = warpgroup_mma_wait(1, deps=[_widened_scores(tile, q_tile, then, g * GROUP + CHUNK, True, BLOCK_K, KEYS, S)])
+            now = then
+        if ROPE > 0:
+            rope = _rope_scores(rope_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, S)
+            now = warpgroup_mma_wait(1, deps=[now])
+        else:
+            now = warpgroup_mma_wait(0, deps=[now])
+        if CACHE == PACKED_CACHE:
+            total += now * key_scales[3][:, None]
+        else:
+            total += now
+        if ROPE > 0:
+            rope = warpgroup_mma_wait(0, deps=[rope])
+            if CACHE == PACKED_CACHE:
+                return total * scale[None, :] + gl.convert_layout(rope, S, assert_trivial=True) * rope_scale[None, :]
+            else:
+                return (total + rope) * scale[None, :]
+        else:
+            return total * scale[None, :]
+    else:
+        s = _start_scores(tile, rope_tile, q_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S)
+        return _join_scores(_wait(0, s), key_scales, scale, rope_scale, ROPE, CACHE, Q_FP8, S)
+
+
+@gluon.jit
 def _start_scores(tile, rope_tile, q_tile, q_rope_tile, BLOCK_K: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr,
                   CACHE: gl.constexpr, Q_FP8: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
     """Starts K . Q^T. What _join_scores makes the scores of, once it is there: one sum, or one per group of columns and the rope's."""
     none = gl.zeros([BLOCK_K, HEADS], gl.float32, layout=S)
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout(S.version, S.warps_per_cta, [S.instr_shape[0], S.instr_shape[1], 16])
     if CACHE == BF16_CACHE:
         s = warpgroup_mma(tile, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
         if ROPE > 0:
             s = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), s, is_async=True)
         return (s,)
-    elif Q_FP8:
-        k = tile._reinterpret(gl.float8e4nv, [BLOCK_K, RANK], tile.layout)
-        s0 = warpgroup_mma(k.slice(0, GROUP, 1), q_tile.slice(0, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s1 = warpgroup_mma(k.slice(GROUP, GROUP, 1), q_tile.slice(GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s2 = warpgroup_mma(k.slice(2 * GROUP, GROUP, 1), q_tile.slice(2 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s3 = warpgroup_mma(k.slice(3 * GROUP, GROUP, 1), q_tile.slice(3 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+    elif Q_FP8 or CACHE == PACKED_CACHE:
+        sums = ()
+        for g in gl.static_range(RANK // GROUP):
+            sums = sums + (_group_scores(tile, q_tile, g, BLOCK_K, HEADS, Q_FP8, KEYS, S),)
         if ROPE > 0:
-            if CACHE == PACKED_CACHE:  # a bf16 product: its layout differs in the instruction's columns alone
-                s4 = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), gl.zeros([BLOCK_K, HEADS], gl.float32, layout=WIDE), use_acc=False, is_async=True)
-            else:
-                k_rope = rope_tile._reinterpret(gl.float8e4nv, [BLOCK_K, ROPE], rope_tile.layout)
-                s4 = warpgroup_mma(k_rope, q_rope_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-            return (s0, s1, s2, s3, s4)
-        else:
-            return (s0, s1, s2, s3)
-    elif CACHE == PACKED_CACHE:
-        s0 = warpgroup_mma(_keys_operand(tile.slice(0, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(0, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s1 = warpgroup_mma(_keys_operand(tile.slice(GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s2 = warpgroup_mma(_keys_operand(tile.slice(2 * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(2 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s3 = warpgroup_mma(_keys_operand(tile.slice(3 * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(3 * GROUP, GROUP, 1).permute((1, 0)), none, use_acc=False, is_async=True)
-        s4 = warpgroup_mma(rope_tile, q_rope_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        return (s0, s1, s2, s3, s4)
+            sums = sums + (_rope_scores(rope_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, S),)
+        return sums
     else:
         s = none
-        for g in gl.static_range(RANK // GROUP):
-            s = warpgroup_mma(_keys_operand(tile.slice(g * GROUP, GROUP, 1), BLOCK_K, GROUP, KEYS, S), q_tile.slice(g * GROUP, GROUP, 1).permute((1, 0)), s, use_acc=g > 0, is_async=True)
-            if g > 0:
+        for c in gl.static_range(RANK // CHUNK):
+            s = _widened_scores(tile, q_tile, s, c * CHUNK, c > 0, BLOCK_K, KEYS, S)
+            if c > 0:
                 s = warpgroup_mma_wait(1, deps=[s])
         if ROPE > 0:
             s = warpgroup_mma(_keys_operand(rope_tile, BLOCK_K, ROPE, KEYS, S), q_rope_tile.permute((1, 0)), s, is_async=True)
@@ -491,8 +548,8 @@ def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink
             if ROPE > 0:
                 rope_ahead = _lookup(indices, start, ahead_at, last, BLOCK_K, ROPE_GATHER)
             tile = ring.index(i % STAGES)
-            s = _wait(0, _start_scores(tile, rope_ring.index(i % STAGES), q_tile, q_rope_tile, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S))
-            p, alpha, row_max, p_sum = _softmax(_join_scores(s, key_scales, scale, rope_scale, ROPE, CACHE, Q_FP8, S), valid, wrong, row_max, p_sum)
+            scores = _scores(tile, rope_ring.index(i % STAGES), q_tile, q_rope_tile, key_scales, scale, rope_scale, BLOCK_K, HEADS, ROPE, CACHE, Q_FP8, KEYS, S)
+            p, alpha, row_max, p_sum = _softmax(scores, valid, wrong, row_max, p_sum)
             shrink, units = _store_p(p_tiles, 0, p, key_scales, units, gl.convert_layout(alpha, O_HEAD), p_scale, P_FP8, CACHE)
             fence_async_shared()
             _barrier()
@@ -504,6 +561,8 @@ def attend_hopper(q, kv, scales, ropes, indptr, indices, q_scale, kv_scale, sink
                     parts = parts + (_values(acc[g] * shrink[g][None, :], tile, p_tiles.index(0), BLOCK_K, RANK, WARPS, CACHE, VALUES, O),)
             acc = _wait(0, parts)
 
+    if WRITE_PARTS:  # lets the merge be launched, once every program is here; it waits for what is written below
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     async_copy.wait_group(0)
     row_sum = gl.sum(p_sum, 0)
     head = block + gl.arange(0, HEADS, layout=HEAD)

@@ -298,29 +298,36 @@ def attend(q, kv, indptr, indices, q_scale, kv_scale, sink, out, lse, part_acc, 
 
 @triton.jit
 def merge(part_acc, part_max, part_sum, sink, out, lse, heads, splits, stride_out_token, stride_out_head,
-          RANK: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Grid: (tokens, heads). Joins the splits of one token and head."""
+          RANK: tl.constexpr, COLUMNS: tl.constexpr, SPLITS_PAD: tl.constexpr, STEP: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRET: tl.constexpr):
+    """Grid: (tokens, heads, RANK / COLUMNS). Joins the splits of some columns of one token and head, STEP splits at a time.
+
+    DEPENDENT: launched before the parts are there (Hopper's programmatic dependent launch), and waits for them.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    rank = tl.arange(0, RANK)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.arange(0, SPLITS_PAD)
     part = (token * splits + split) * heads + head
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     maxima = tl.load(part_max + part, mask=split < splits, other=float("-inf"))
     sums = tl.load(part_sum + part, mask=split < splits, other=0.0)
     row_max = tl.max(maxima, 0)
     safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.sum(sums * tl.exp2(maxima - safe_max), 0)
-    acc = tl.zeros([RANK], tl.float32)
-    for s in range(splits):
-        one = (token * splits + s) * heads + head
-        weight = tl.exp2(tl.load(part_max + one) - safe_max)
-        acc += weight * tl.load(part_acc + one * RANK + rank)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, splits, STEP):
+        some = first + tl.arange(0, STEP)
+        one = (token * splits + some) * heads + head
+        weight = tl.exp2(tl.load(part_max + one, mask=some < splits, other=float("-inf")) - safe_max)
+        rows = tl.load(part_acc + one[:, None] * RANK + column[None, :], mask=(some < splits)[:, None], other=0.0)
+        acc += tl.sum(weight[:, None] * rows, 0)
 
     sink_row = tl.full([1], 0.0, tl.float32)
     if HAS_SINK:
         sink_row += tl.load(sink + head)
     rows, rows_lse = _finish(acc[None, :], tl.full([1], 0.0, tl.float32) + safe_max, tl.full([1], 0.0, tl.float32) + row_sum, sink_row, HAS_SINK)
     out_row = out + token * stride_out_token + head.to(tl.int64) * stride_out_head
-    _store_bf16(out_row + rank[None, :], rows, rank[None, :] < RANK, INTERPRET)
+    _store_bf16(out_row + column[None, :], rows, column[None, :] < RANK, INTERPRET)
     if WRITE_LSE:
-        tl.store(lse + token * heads + head + tl.arange(0, 1), rows_lse)
+        tl.store(lse + token * heads + head + tl.arange(0, 1), rows_lse, mask=tl.program_id(2) + tl.arange(0, 1) == 0)

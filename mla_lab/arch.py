@@ -125,13 +125,14 @@ def check_fits(profile: Profile, dots: str, kv_lora_rank: int, qk_rope_head_dim:
     )
 
 
-def choose_kv_splits(profile: Profile, tokens: int, heads: int, keys: int, block_k: int) -> int:
+def choose_kv_splits(profile: Profile, tokens: int, heads: int, keys: int, block_k: int, heads_block: int = HEAD_BLOCK, programs_per_unit: int = 1) -> int:
     """How many splits of the keys fill the device: 1 where the queries alone do.
 
-    keys: per query, on average. A split keeps at least two tiles, so that its merge does not cost more than its work.
+    keys: per query, on average. heads_block: heads that one program serves. programs_per_unit: how many programs a compute
+    unit is given. A split keeps at least two tiles, so that its merge does not cost more than its work.
     """
-    programs = tokens * -(-heads // HEAD_BLOCK)
+    programs = tokens * -(-heads // heads_block)
     tiles = -(-keys // block_k)
     if programs == 0:
         return 1
-    return max(1, min(profile.compute_units // programs, tiles // 2))
+    return max(1, min(profile.compute_units * programs_per_unit // programs, tiles // 2))

@@ -7,7 +7,7 @@ import math
 import torch
 
 from mla_lab import cache, cdna, emulate, hopper, lists, portable
-from mla_lab.arch import Profile, check_fits, choose_kv_splits, get_profile
+from mla_lab.arch import HEAD_BLOCK, Profile, check_fits, choose_kv_splits, get_profile
 from mla_lab.formats import FORMAT_OF_DTYPE
 from mla_lab.recipe import DOTS, NAMED, Recipe, check_scale
 
@@ -34,8 +34,9 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     dot_precision "bf16" or "fp8", or a Recipe (or the name of one in recipe.NAMED) in its place (recipe=), says what both
     products run in; the Triton kernel refuses what only the emulator does (see mla_lab.Recipe). arch: a profile's
     name ("gfx942", "gfx950", "sm_90") or None for the running device's (gfx942 on a CPU). kv_splits: split-K; None
-    leaves it to the launch policy. backend: "auto" (Triton on a GPU, the emulator elsewhere), "triton", "cdna" (the Gluon
-    kernel for CDNA, on a GPU; bf16 or fp8 dots over bf16 and fp8_scalar caches), "emulate".
+    leaves it to the launch policy. backend: "auto" (the emulator without a GPU; on Hopper the kernel for it, where it runs
+    the call; else portable Triton), "triton", "hopper" (Gluon; e4m3fn profiles, rank 512, rope 0 or 64, rows at multiples of
+    16 bytes), "cdna" (Gluon, on AMD's CDNA; bf16 or fp8 dots over bf16 and fp8_scalar caches), "emulate".
 
     Returns (out [C, H, kv_lora_rank] bf16, natural-log LSE [C, H] f32 or None). A query without a key gives zeros and
     -inf (the sink, where there is one). With skip_reduce it returns (Parts, None) instead, the splits unmerged and without
@@ -69,13 +70,9 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     check_fits(profile, recipe.dots, kv_lora_rank, qk_rope_head_dim)
 
     tokens, heads, _ = q.shape
-    backend = _choose_backend(backend, q.device)
+    backend = chosen_backend(q, kv_buffer, kv_lora_rank, recipe, profile, backend)
     if backend in ("triton", "hopper", "cdna"):
         portable.check_recipe(recipe)
-    if backend == "hopper":
-        refused = hopper.refusal(profile, recipe, q, kv_buffer, kv_lora_rank, q.device)
-        if refused:
-            raise ValueError(refused)
     if backend == "cdna":
         cdna.check(recipe, kv_lora_rank, qk_rope_head_dim, kind, q_scale is not None)
     if check_indices or backend == "emulate":
@@ -83,7 +80,7 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
         _check_scale_values(kv_scale=kv_scale, q_scale=q_scale)
     launch = profile.launch(recipe.dots)
     if kv_splits is None:
-        kv_splits = choose_kv_splits(profile, tokens, heads, kv_indices.numel() // max(tokens, 1), launch.block_k)
+        kv_splits = choose_kv_splits(profile, tokens, heads, kv_indices.numel() // max(tokens, 1), launch.block_k, *_programs(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe))
 
     if backend in ("triton", "hopper", "cdna"):
         return {"triton": portable, "hopper": hopper, "cdna": cdna}[backend].sparse_mla(
@@ -224,16 +221,36 @@ def _check_rest(q, softmax_scale, kv_splits, out, attn_sink, kv_lora_rank, backe
         raise ValueError(f"backend: got {backend!r}; accepted: {', '.join(BACKENDS)}")
 
 
-def _choose_backend(backend, device):
+def chosen_backend(q, kv_buffer, kv_lora_rank: int, recipe: Recipe, profile: Profile, backend: str = "auto") -> str:
+    """The backend that a call runs on: "auto" resolved, another as it is. ValueError where it does not run here."""
+    device = q.device
     if backend == "auto":
-        return "triton" if device.type == "cuda" else "emulate"
+        if device.type != "cuda":
+            return "emulate"
+        return "triton" if hopper.refusal(profile, recipe, q, kv_buffer, kv_lora_rank) else "hopper"
     if backend == "cdna" and device.type != "cuda":
         raise ValueError(f"backend: got 'cdna' on {device}; accepted there: 'emulate' (Gluon has no interpreter; mla-lab compile compiles it)")
+    if backend == "hopper":
+        refused = hopper.refusal(profile, recipe, q, kv_buffer, kv_lora_rank)
+        if refused:
+            raise ValueError(refused)
     if backend == "triton" and device.type != "cuda" and not portable.INTERPRETED:
         raise ValueError(
             f"backend: got 'triton' on {device}; accepted there: 'emulate', or 'triton' with TRITON_INTERPRET=1 set before mla_lab is imported"
         )
     return backend
+
+
+def _programs(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe):
+    """Heads of a program and programs per compute unit, for the split policy. sm_90's are the Hopper kernel's on every backend, so that the emulator splits as it does."""
+    if profile.name == "sm_90":
+        try:
+            hopper.check_geometry(recipe, kv_lora_rank, q.shape[2] - kv_lora_rank)
+        except ValueError:
+            return HEAD_BLOCK, 1
+        launch = hopper.chosen_launch(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe)
+        return launch.heads_block, launch.programs_per_unit
+    return HEAD_BLOCK, 1
 
 
 def _check_scale_values(**scales):

@@ -108,18 +108,59 @@ def sweep(grid, out, jobs, scheduler, resume):
 
 @app.command()
 @click.option("--out", type=click.Path(path_type=Path), help="A path without suffix: the table as Parquet and CSV. Printed only, where it is left out.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Timed calls of the emulator per row.")
-def bench(out, repeats):
-    """Time sparse_mla_fwd: the emulator on a CPU, the Triton kernel and its floor on a GPU."""
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Timed calls of the emulator per row; on a GPU replays, at least.")
+@click.option("--backend", default="auto", show_default=True, type=click.Choice(["auto", "triton", "hopper", "cdna"]), help="What to time on a GPU.")
+@click.option("--only", default="", metavar="TEXT", help='Cases whose description has it: "decode", "DeepSeek", "16384 tokens".')
+def bench(out, repeats, backend, only):
+    """Time sparse_mla_fwd over decode and prefill: the emulator on a CPU; on a GPU a kernel, checked first, beside its floor."""
     from mla_lab import bench as benchmark
     from mla_lab.notebook import write_table
 
-    frame = benchmark.run(repeats, command=f"mla-lab bench --repeats {repeats}")
-    click.echo(frame.drop(columns=["device", "versions", "seed", "command"]).to_string(index=False))
-    click.echo(f"{frame.device.iloc[0]}; {frame.versions.iloc[0]}")
+    command = f"mla-lab bench --repeats {repeats}" + (f" --backend {backend}" if backend != "auto" else "") + (f" --only '{only}'" if only else "")
+    try:
+        frame = benchmark.run(repeats, command, backend, only)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    same = ["device", "clocks", "versions", "commit", "seed", "command"]
+    click.echo(frame.drop(columns=same).to_string(index=False))
+    click.echo("; ".join(str(v) for v in frame[same[:4]].iloc[0] if v is not None))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_table(frame, out)
+
+
+@app.command()
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A path without suffix: the table as Parquet and CSV, and the launches as JSON.")
+@click.option("--repeats", default=20, show_default=True, type=click.IntRange(1), help="Replays per candidate, at least.")
+@click.option("--processes", default=8, show_default=True, type=click.IntRange(1), help="How many compile and check at a time.")
+@click.option("--only", default="", metavar="TEXT", help='Classes whose description has it: "fp8_dsv32_mla", "heads=\'16\'", "few=True".')
+def tune(out, repeats, processes, only):
+    """Search for the Hopper kernel's launches on this GPU: every candidate is checked, then timed.
+
+    The JSON takes the place of kernels/configs/sm_90_hopper.json.
+    """
+    import torch
+
+    from mla_lab import hopper
+    from mla_lab import tune as tuning
+    from mla_lab.arch import device_arch
+    from mla_lab.notebook import device_name, versions, write_table
+
+    here = device_arch(torch.device("cuda")) if torch.cuda.is_available() else "no GPU"
+    if here != "sm_90":
+        raise click.UsageError(f"device: got {here}; accepted: sm_90 (Hopper)")
+    classes = [of for of in hopper.launches() if only in str(of)]
+    if not classes:
+        raise click.UsageError(f"--only: got {only!r}, which is in no class; accepted: part of one, as {next(iter(hopper.launches()))}")
+    command = f"mla-lab tune --repeats {repeats}" + (f" --only {only!r}" if only else "")
+    frame = tuning.search(classes, repeats, processes)
+    kept = tuning.best(frame)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(frame.assign(device=device_name(), versions=versions(), seed=tuning.SEED, command=command), out)
+    tuning.write(kept, out.with_suffix(".json"), command)
+    click.echo(frame.to_string(index=False))
+    for of, launch in kept.items():
+        click.echo(f"{of}: {launch}")
 
 
 @app.command()
@@ -216,7 +257,7 @@ def check(archs, recipes, inputs, tokens, topk, seed, out):
 
 @app.command()
 @click.option("--arch", "archs", multiple=True, default=("gfx942", "gfx950", "sm_90"), show_default=True, help="gfx942, gfx950, gfx1250 or sm_90; may be repeated.")
-@click.option("--kernel", type=click.Choice(["portable", "cdna"]), help="Left out: cdna on gfx942 and gfx950, else portable.")
+@click.option("--kernel", type=click.Choice(["portable", "cdna", "hopper"]), help="Left out: cdna on gfx942 and gfx950, else portable.")
 @click.option("--recipe", "recipes", default="bf16; fp8", show_default=True, help="Names of recipes with semicolons between them.")
 @click.option("--block-k", "block_ks", multiple=True, type=click.IntRange(16), default=(32, 64, 128), show_default=True, help="Keys in a tile; may be repeated.")
 @click.option("--warps", "num_warps", multiple=True, type=click.IntRange(1), default=(4,), show_default=True, help="May be repeated.")

@@ -26,14 +26,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mla_lab import cdna, portable
+from mla_lab import cdna, hopper, portable
 from mla_lab.arch import Launch, check_fits, get_profile
 from mla_lab.kernels import cdna as cdna_kernels
+from mla_lab.kernels import hopper as hopper_kernels
 from mla_lab.kernels import sparse_mla as kernels
 from mla_lab.kernels import sparse_mla_packed as packed_kernels
 from mla_lab.recipe import BF16_DOTS, FP8_DOTS, Recipe
 
 TARGETS = {"gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64), "gfx1250": GPUTarget("hip", "gfx1250", 32), "sm_90": GPUTarget("cuda", 90, 32)}
+KERNELS = ("portable", "cdna", "hopper")
 NUMERICS = {"gfx1250": "gfx950"}
 """Whose profile an arch without one of its own takes: both read e4m3fn."""
 
@@ -45,9 +47,10 @@ SCALARS = {"score_scale": "fp32", "p_scale": "fp32", "slots": "i32", "heads": "i
 
 @dataclass(frozen=True)
 class Point:
-    """What is compiled. kernel: "portable" or "cdna". cache: "bf16", "fp8_scalar", "fp8_dsv32_mla" (portable only).
+    """What is compiled. kernel: "portable", "cdna" or "hopper". cache: "bf16", "fp8_scalar", "fp8_dsv32_mla" (not cdna).
 
-    launch: None takes the profile's. native_cast: fp8 is rounded by the hardware's conversion, else by the integer codec.
+    launch: None takes the profile's. heads: of the call, and hopper: the hopper kernel's launch, in place of `launch` (None
+    takes the configured one). native_cast: fp8 is rounded by the hardware's conversion, else by the integer codec.
     write_parts: the split-K form. kv_row_pad: of the cdna kernel's tile (None: the published decode kernel's).
     """
 
@@ -61,6 +64,8 @@ class Point:
     write_parts: bool = False
     native_cast: bool = True
     kv_row_pad: int | None = None
+    heads: int = 16
+    hopper: hopper.HopperLaunch | None = None
 
 
 def compile_point(point: Point) -> dict:
@@ -74,8 +79,8 @@ def compile_point(point: Point) -> dict:
         raise ValueError(f"arch: got {point.arch!r}; accepted: {', '.join(TARGETS)}")
     if portable.INTERPRETED:
         raise ValueError("TRITON_INTERPRET: got 1; accepted: unset (the interpreter compiles nothing)")
-    if point.kernel not in ("portable", "cdna"):
-        raise ValueError(f"kernel: got {point.kernel!r}; accepted: portable, cdna")
+    if point.kernel not in KERNELS:
+        raise ValueError(f"kernel: got {point.kernel!r}; accepted: {', '.join(KERNELS)}")
     if point.cache not in ("bf16", "fp8_scalar", "fp8_dsv32_mla"):
         raise ValueError(f"cache: got {point.cache!r}; accepted: bf16, fp8_scalar, fp8_dsv32_mla")
     if point.cache == "bf16" and point.recipe.needs_fp8_cache:
@@ -88,6 +93,10 @@ def compile_point(point: Point) -> dict:
             raise ValueError(f"arch: got {point.arch!r} for the cdna kernel; accepted there: {', '.join(cdna.MFMA_VERSION)}, sm_90")
         cdna.check(point.recipe, point.kv_lora_rank, point.qk_rope_head_dim, point.cache, False)
         check_fits(profile, point.recipe.dots, point.kv_lora_rank, point.qk_rope_head_dim, launch.block_k, point.kv_row_pad)
+    if point.kernel == "hopper":
+        if point.arch != "sm_90":
+            raise ValueError(f"arch: got {point.arch!r} for the hopper kernel; accepted there: sm_90")
+        hopper.check_geometry(point.recipe, point.kv_lora_rank, point.qk_rope_head_dim)
     source, options = _source(point, profile, launch)
     try:
         compiled = triton.compile(source, target=TARGETS[point.arch], options=options)
@@ -102,7 +111,7 @@ def compile_point(point: Point) -> dict:
                  matrix_instructions=dict(Counter(re.findall(r"\b(wgmma\.mma_async\.\S+|mma\.sync\.\S+)" if nvidia else r"\b(v_s?w?mfma\w+|v_wmma\w+)", text))),
                  loop_conversions=dict(Counter(re.findall(r"\b(cvt\.\S*e4m3\S*)" if nvidia else r"\b(v_cvt\w*fp8\w*)", _loops(text, nvidia)))))
     found |= _nvidia_resources(compiled.asm["cubin"]) if nvidia else _amd_resources(text)
-    found |= occupancy(point.arch, launch.num_warps, found)
+    found |= occupancy(point.arch, options["num_warps"], found)
     suffixes = ("ttgir", "llir", "ptx") if nvidia else ("ttgir", "llir", "amdgcn")
     return dict(arch=point.arch, kernel=point.kernel, **found, files={suffix: compiled.asm[suffix] for suffix in suffixes})
 
@@ -122,17 +131,28 @@ def _source(point, profile, launch):
         function, source_of = cdna_kernels.attend_cdna, GluonASTSource
         del signature["q_scale"]
         options = dict(num_warps=launch.num_warps)
+    elif point.kernel == "hopper":
+        kind = hopper.CACHES[point.cache]
+        chosen = point.hopper or hopper.launches()[hopper.ShapeClass("16" if point.heads <= 16 else "more", point.qk_rope_head_dim, point.cache, point.recipe.q != "bf16", point.write_parts)]
+        compile_time = hopper.constants(cache=kind, q_fp8=point.recipe.q != "bf16", p_fp8=point.recipe.p != "bf16", rope=point.qk_rope_head_dim, kv_block=1,
+                                        q_given=False, q_per_head=point.recipe.q_granularity == "head", has_invalid=False, has_sink=False, write_lse=not point.write_parts,
+                                        write_parts=point.write_parts, fp8_max=profile.encoding.max_finite, launch=chosen)
+        function, source_of = hopper_kernels.attend_hopper, GluonASTSource
+        signature = {"q": "*bf16", "kv": signature["kv"], "scales": "*fp32", "ropes": "*bf16"} | {n: signature[n] for n in signature if n not in ("q", "kv")}
+        if not packed:
+            signature |= dict(scales=signature["kv"], ropes=signature["kv"])
+        options = dict(num_warps=chosen.warps) | ({} if chosen.registers is None else dict(maxnreg=chosen.registers))
     else:
         compile_time = portable.constants(profile, point.recipe, launch, q_given=False, interpret=False, **shared)
         function, source_of = (packed_kernels.attend_packed if packed else kernels.attend), ASTSource
         options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
     unused = ["q_scale", "sink"] + (["out", "lse"] if point.write_parts else ["part_acc", "part_max", "part_sum"])
-    if packed:
+    if packed and point.kernel == "portable":
         # The same cache three times, and no scale beside it.
         names = [n for n in signature if n not in ("kv", "kv_scale")]
         signature = {"q": "*bf16", "codes": "*u8", "scales": "*fp32", "ropes": "*bf16"} | {n: signature[n] for n in names}
         compile_time = {name: compile_time[name] for name in portable.PACKED_CONSTANTS}
-    elif not fp8_cache:
+    elif point.cache != "fp8_scalar":
         unused.append("kv_scale")
     unused = [name for name in unused if name in signature]
     signature = signature | SCALARS | dict.fromkeys(compile_time, "constexpr") | dict.fromkeys(unused, "constexpr")

@@ -108,7 +108,7 @@ class CompileParameters:
         if arch not in compiler.TARGETS:
             raise ParameterError(f"arch: got {arch!r}; accepted: {', '.join(compiler.TARGETS)}")
         if kernel not in (None, "portable", "cdna"):
-            raise ParameterError(f"kernel: got {kernel!r}; accepted: None, portable, cdna")
+            raise ParameterError(f"kernel: got {kernel!r}; accepted: None, portable, cdna, hopper")
         for name, value in (("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)):
             if isinstance(value, bool) or not isinstance(value, int) or value < (16 if name == "kv_lora_rank" else 0) or (value & (value - 1)):
                 raise ParameterError(f"{name}: got {value!r}; accepted: a power of two" + (" of 16 or more" if name == "kv_lora_rank" else ", or 0"))

@@ -50,6 +50,9 @@ def check_recipe(recipe: Recipe) -> None:
         raise ValueError("recipe.p_scale: got 'tile' for the Triton kernel; accepted there: None, 'largest', or a number; backend='emulate' runs it")
 
 
+MERGED_COLUMNS, MERGED_SPLITS = 128, 32
+"""The merge's tile: a program reads 16 KB at once."""
+
 TESTED_CASTS = ("sm_90",)
 """Devices whose own fp8 conversions tests/test_codec.py has found equal to the exact codec; others use the codec."""
 
@@ -100,9 +103,10 @@ def sparse_mla(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, *, pro
     return attend_and_merge(attend, q, kv_lora_rank, kv_splits, attn_sink, out, return_lse, skip_reduce)
 
 
-def attend_and_merge(attend, q, kv_lora_rank: int, kv_splits: int, attn_sink, out, return_lse: bool, skip_reduce: bool):
+def attend_and_merge(attend, q, kv_lora_rank: int, kv_splits: int, attn_sink, out, return_lse: bool, skip_reduce: bool, dependent: bool = False):
     """Makes what a kernel writes, calls attend(out, lse or None, parts or None, sink or None), and merges the parts.
 
+    dependent: the merge is launched while the kernel still runs, and waits for it on the device (Hopper only).
     With one split the kernel writes out (and lse) itself, sink included; else the parts, and the merge does the rest.
     """
     tokens, heads, _ = q.shape
@@ -123,8 +127,11 @@ def attend_and_merge(attend, q, kv_lora_rank: int, kv_splits: int, attn_sink, ou
     if skip_reduce:
         return parts, None
     if tokens > 0:
-        kernels.merge[(tokens, heads)](
-            *parts, attn_sink, out, lse, heads, kv_splits, out.stride(0), out.stride(1), RANK=kv_lora_rank,
-            SPLITS_PAD=triton.next_power_of_2(kv_splits), HAS_SINK=attn_sink is not None, WRITE_LSE=return_lse, INTERPRET=INTERPRETED,
+        columns = min(kv_lora_rank, MERGED_COLUMNS)
+        splits_pad = triton.next_power_of_2(kv_splits)
+        kernels.merge[(tokens, heads, kv_lora_rank // columns)](
+            *parts, attn_sink, out, lse, heads, kv_splits, out.stride(0), out.stride(1), RANK=kv_lora_rank, COLUMNS=columns,
+            SPLITS_PAD=splits_pad, STEP=min(splits_pad, MERGED_SPLITS), HAS_SINK=attn_sink is not None, WRITE_LSE=return_lse, DEPENDENT=dependent, INTERPRET=INTERPRETED,
+            **(dict(launch_pdl=True) if dependent else {}),
         )
     return out[..., :kv_lora_rank], lse

@@ -114,7 +114,7 @@ REFUSALS = {
     "softmax_scale NaN": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "softmax_scale infinite": (dict(softmax_scale=float("inf")), "softmax_scale: got inf"),
     "arch": (dict(arch="gfx90a"), "arch: got 'gfx90a'; accepted: gfx942, gfx950, sm_90"),
-    "backend": (dict(backend="cuda"), "backend: got 'cuda'; accepted: auto, triton, cdna, emulate"),
+    "backend": (dict(backend="cuda"), "backend: got 'cuda'; accepted: auto, triton, hopper, cdna, emulate"),
 }
 
 

@@ -78,8 +78,8 @@ def test_packages_matches_the_folders():
 
 
 ORDER = [
-    {"formats", "recipe", "kernels", "numerics", "plots", "metrics", "collect"}, {"arch", "cache"}, {"lists"}, {"inputs", "reference"}, {"emulate"}, {"portable"}, {"cdna"},
-    {"attention"}, {"flashmla", "operator"}, {"study", "compile", "capture", "budget"}, {"floor"}, {"notebook"}, {"runs", "bench", "check"}, {"grid"}, {"sweep"}, {"cli"},
+    {"formats", "recipe", "kernels", "numerics", "plots", "metrics", "collect"}, {"arch", "cache"}, {"lists"}, {"inputs", "reference"}, {"emulate"}, {"portable"}, {"cdna", "hopper"},
+    {"attention"}, {"flashmla", "operator"}, {"study", "compile", "capture", "budget"}, {"floor"}, {"notebook"}, {"runs", "bench", "check"}, {"grid", "tune"}, {"sweep"}, {"cli"},
 ]
 """Each module imports only from sets before its own (formats comes before metrics within the first)."""
 

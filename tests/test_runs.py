@@ -97,7 +97,7 @@ def test_a_parameter_that_makes_no_sense_is_one_line(given, message):
 
 @pytest.mark.parametrize("given, message", [
     ({"arch": "gfx90a"}, "arch: got 'gfx90a'; accepted: gfx942, gfx950, gfx1250, sm_90"),
-    ({"kernel": "flash"}, "kernel: got 'flash'; accepted: None, portable, cdna"),
+    ({"kernel": "flash"}, "kernel: got 'flash'; accepted: None, portable, cdna, hopper"),
     ({"block_k": "32,48"}, "block_k: got '32,48'; accepted: powers of two of 16 or more"),
     ({"block_k": ""}, "block_k: got ''; accepted"),
     ({"num_warps": "four"}, "num_warps: got 'four'; accepted: powers of two of 1 or more"),
@@ -156,12 +156,25 @@ def test_a_benchmark_row_that_cannot_be_says_why(monkeypatch):
     from mla_lab import bench
     from mla_lab.inputs import Shape
 
-    shapes = [Shape(tokens=1, heads=2, topk=32, slots=64, kv_lora_rank=rank) for rank in (64, 1024)]
-    monkeypatch.setattr(bench, "cases", lambda gpu: [("decode", shape) for shape in shapes])
+    shapes = [Shape(tokens=1, heads=2, topk=32, slots=64, kv_lora_rank=rank, qk_rope_head_dim=0) for rank in (64, 1024)]
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
-    frame = bench.run(1, "test")
-    assert frame.error.isna().tolist() == [True] * 3 + [False] * 3 and (frame.median_us[:3] > 0).all()
-    assert "would fit" in frame.error.iloc[3] and frame.kv_lora_rank.iloc[3] == 1024
+    frame = bench.run(1, "test", chosen=[bench.Case("small", "decode", shape) for shape in shapes])
+    assert frame[["cache", "recipe"]].drop_duplicates().values.tolist() == [["bf16", "bf16"]] + [["fp8_scalar", name] for name in bench.RECIPES["fp8_scalar"]]
+    assert frame.error.isna().tolist() == [True] * 5 + [False] * 5 and (frame.median_us[:5] > 0).all()
+    assert "would fit" in frame.error.iloc[5] and frame.kv_lora_rank.iloc[5] == 1024
+    with pytest.raises(ValueError, match="only: got 'prefill', which is in none of the descriptions"):
+        bench.run(1, "test", only="prefill", chosen=[bench.Case("small", "decode", shapes[0])])
+
+
+def test_a_benchmark_counts_bytes_and_operations():
+    """GLM-5.3-Flash TP4, 16K tokens: 32 GiB of bf16 rows, 275 + 275 GMAC; an fp8 row is half, what is not the cache stays."""
+    from mla_lab import bench
+    from mla_lab.inputs import Shape
+
+    shape = Shape(tokens=16384, heads=16, topk=2048, slots=16384, qk_rope_head_dim=0)
+    rest = 16384 * (2048 * 4 + 16 * (2 * 512 + 2 * 512))
+    assert bench.gathered_bytes(shape, 1024) == 2**35 + rest and bench.gathered_bytes(shape, 512) == 2**34 + rest
+    assert bench.operations(shape) == 4 * 16384 * 16 * 2048 * 512
 
 
 @pytest.mark.parametrize("text, value", [("64", 64), ("0.5", 0.5), ("1e-3", 1e-3), ("None", None), ("gfx942", "gfx942"), ("True", True), ("true", "true"), ("a:b", "a:b")])

@@ -17,7 +17,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval notebooks
 
 # The contract's tests on the device that is there, with the Python that has its torch: .venv's, else $(PYTHON).
-CONTRACT := codec cache attention sparse_mla laws faults flashmla operator size fuzz p_scale numerics cdna
+CONTRACT := codec cache attention sparse_mla laws faults flashmla operator size fuzz p_scale numerics cdna hopper
 test-gpu:
 	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -n $(or $(WORKERS),12) -rs --durations=5 $(CONTRACT:%=tests/test_%.py)
 

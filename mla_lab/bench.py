@@ -14,6 +14,7 @@ between two uses of one row. A prefill reads each row of its pool many times, co
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import statistics
 import subprocess
 import time
@@ -26,7 +27,7 @@ import torch
 import triton
 from tqdm import tqdm
 
-from mla_lab import attention, cache, metrics, reference, sparse_mla_fwd
+from mla_lab import attention, cache, metrics, reference, sparse_mla_fwd, study
 from mla_lab.arch import get_profile
 from mla_lab.inputs import Inputs, Shape, normal
 from mla_lab.notebook import device_name, versions
@@ -158,7 +159,7 @@ def run(repeats: int, command: str, backend: str = "auto", only: str = "", chose
     frame = pd.DataFrame(rows)
     if "error" not in frame:
         frame["error"] = None
-    return frame.assign(device=device_name(), clocks=clocks(), versions=versions(), commit=commit(), seed=SEED, command=command)
+    return frame.assign(device=device_name(), clocks=clocks(), versions=versions(), commit=commit(), date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), seed=SEED, command=command)
 
 
 def describe(case: Case) -> str:
@@ -201,7 +202,7 @@ FEWEST_TOKENS_CHECKED = 8
 
 def _time_gpu(case, made, packed, kind, recipe, profile, backend, gather, rates, repeats):
     kernel = attention.chosen_backend(made.q, packed.buffer, made.kv_lora_rank, recipe, profile, backend)
-    error = check(made, packed, recipe, profile, backend)
+    errors = check(made, packed, recipe, profile, backend)
     width = case.shape.width
     count = recipe.products(width, made.kv_lora_rank)
     pairs = case.shape.tokens * case.shape.heads * case.shape.topk
@@ -211,13 +212,14 @@ def _time_gpu(case, made, packed, kind, recipe, profile, backend, gather, rates,
         calls = [call_of(one, packed, recipe, profile, backend, out) for one, out in zip(sets, outs)]
         timed = _summary(replay(calls, repeats))
         floor = max(gather[l2], products)
-        yield dict(kernel=kernel, l2=l2, relative_l2=error, **timed, gather_us=gather[l2], products_us=products, floor_us=floor, ratio=timed["median_us"] / floor,
+        yield dict(kernel=kernel, l2=l2, **errors, **timed, gather_us=gather[l2], products_us=products, floor_us=floor, ratio=timed["median_us"] / floor,
                    tb_per_s=gathered_bytes(case.shape, packed.buffer.element_size() * packed.buffer.shape[-1]) / timed["median_us"] / 1e6,
                    tflops=operations(case.shape) / timed["median_us"] / 1e6)
 
 
-def check(made, packed, recipe, profile, backend) -> float:
-    """Relative L2 to f32 attention over the unrounded rows, of some tokens' results. RuntimeError where they are not the emulator's."""
+def check(made, packed, recipe, profile, backend) -> dict:
+    """Of some tokens' results the relative L2 to f32 attention over the same cache (kernel_error) and over the rows before
+    they were rounded to it (total_error). RuntimeError where the results are not the emulator's."""
     some = min(FEWEST_TOKENS_CHECKED, made.q.shape[0])
     keys = slice(0, int(made.kv_indptr[some]))
     lists = (made.kv_indptr[: some + 1], made.kv_indices[keys], made.softmax_scale)
@@ -228,8 +230,10 @@ def check(made, packed, recipe, profile, backend) -> float:
     # Splits differ (the policy counts tokens), and with them the maxima that P is rounded against: P's rounding, not more.
     if not apart < (0.03 if recipe.p != "bf16" else 4e-3):
         raise RuntimeError(f"the kernel is wrong, so it is not timed: relative L2 {apart} against the emulator ({recipe})")
-    exact, _ = reference.sparse_mla(made.q[:some], made.rows.float(), *lists, kv_lora_rank=made.kv_lora_rank, arch=profile.name)
-    return metrics.relative_l2(got, exact)
+    options = dict(kv_lora_rank=made.kv_lora_rank, qk_rope_head_dim=made.qk_rope_head_dim, arch=profile.name)
+    same, _ = reference.sparse_mla(made.q[:some], packed.buffer, *lists, kv_scale=packed.scale, **options)
+    exact, _ = reference.sparse_mla(made.q[:some], made.rows, *lists, **options)
+    return dict(kernel_error=metrics.relative_l2(got, same), total_error=metrics.relative_l2(got, exact))
 
 
 def input_sets(case, made, packed):
@@ -305,6 +309,42 @@ def _gather_only(made, packed, block_k, num_warps):
                                       BLOCK_K=block_k, num_warps=num_warps)
 
     return call
+
+
+def front(table: pd.DataFrame, time: str = "median_us", error: str = "total_error") -> pd.Series:
+    """Which rows no other row of the same phase beats: none is at least as fast and as exact, and better in one of the two."""
+    def beaten(row, rows):
+        return ((rows[time] <= row[time]) & (rows[error] <= row[error]) & ((rows[time] < row[time]) | (rows[error] < row[error]))).any()
+
+    return pd.Series({i: not beaten(row, rows) for _, rows in table.groupby("phase") for i, row in rows.iterrows()}, dtype=bool).reindex(table.index)
+
+
+def stored() -> pd.DataFrame:
+    """The table in data/measured/h200, which `mla-lab bench` wrote on an H200 (see the README there)."""
+    return pd.read_parquet(study.CAPTURES.parent / "measured" / "h200" / "bench.parquet")
+
+
+def speedups(table: pd.DataFrame, l2: str) -> pd.DataFrame:
+    """Of each shape, the time under bf16 over the bf16 cache by that of each other row: times_as_fast. Prefills are warm."""
+    keys = ["model", "phase", "tokens", "topk", "indices"]
+    rows = table[table.l2 == table.phase.map({"decode": l2, "prefill": "warm"})]
+    plain = rows[(rows.cache == "bf16") & (rows.recipe == "bf16")].set_index(keys).median_us
+    rows = rows[(rows.cache != "bf16")]
+    return rows[keys + ["cache", "recipe", "median_us"]].assign(times_as_fast=plain.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy() / rows.median_us.to_numpy()).reset_index(drop=True)
+
+
+def published_points(shape: tuple[int, int, int]) -> pd.DataFrame:
+    """The published MI325X latencies of a shape (heads, qk_rope_head_dim, topk) whose accuracy was published too.
+
+    Columns phase, tokens, cache, dots, latency_us, and low and high: the published error against f32 attention over the same cache.
+    """
+    times = study.published("latency_mi325x")
+    times = times[(times["where"] == "PR description") & (times.cache == "fp8_scalar")]
+    times = times[(times[["heads", "qk_rope_head_dim", "topk"]] == list(shape)).all(axis=1)]
+    errors = study.published("accuracy_mi325x")
+    errors = errors[(errors.input == "normal(0;1)") & (errors.metric == "relative L2")].drop_duplicates("dots").set_index("dots").value.astype(str)
+    bounds = errors.str.split("..", regex=False, expand=True).astype(float).ffill(axis=1)
+    return times[["phase", "tokens", "cache", "dots", "latency_us"]].assign(low=times.dots.map(bounds[0]), high=times.dots.map(bounds.iloc[:, -1])).dropna().astype({"tokens": int}).reset_index(drop=True)
 
 
 def clocks() -> str | None:

@@ -121,9 +121,9 @@ def bench(out, repeats, backend, only):
         frame = benchmark.run(repeats, command, backend, only)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    same = ["device", "clocks", "versions", "commit", "seed", "command"]
+    same = ["device", "clocks", "versions", "commit", "date", "seed", "command"]
     click.echo(frame.drop(columns=same).to_string(index=False))
-    click.echo("; ".join(str(v) for v in frame[same[:4]].iloc[0] if v is not None))
+    click.echo("; ".join(str(v) for v in frame[same[:5]].iloc[0] if v is not None))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_table(frame, out)

@@ -372,3 +372,62 @@ def forecast(table: pd.DataFrame) -> plt.Figure:
     axes.set(ylabel="time of a call (us)", xlim=(-0.5, len(table) - 0.3), title="How far are the published latencies from their floor? (number: times the floor)")
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+RECIPE_COLOR = {"bf16": GREY, "fp8": BLUE, "fp8 QK, bf16 PV": SKY, "bf16 QK, fp8 PV": PURPLE}
+CACHE_MARKER = {"bf16": "s", "fp8_scalar": "o", "fp8_dsv32_mla": "^"}
+
+
+def latency_against_accuracy(table: pd.DataFrame, published: pd.DataFrame, where: str) -> plt.Figure:
+    """bench rows of one decode and one prefill shape, with `front`: total error against time, and below it the kernel's own.
+
+    published: phase, dots, latency_us, low and high (their kernel error). where: what measured it.
+    """
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True)
+    for axes, phase in zip(panels, ("decode", "prefill")):
+        rows = table[table.phase == phase]
+        unit, divide = ("us", 1) if phase == "decode" else ("ms", 1000)
+        for row in rows.itertuples():
+            color, marker = RECIPE_COLOR[row.recipe], CACHE_MARKER[row.cache]
+            axes.plot([row.median_us / divide] * 2, [100 * row.kernel_error, 100 * row.total_error], color=color, linewidth=0.8, alpha=0.6)
+            axes.scatter(row.median_us / divide, 100 * row.kernel_error, color=color, s=12)
+            axes.scatter(row.median_us / divide, 100 * row.total_error, color=color, marker=marker, s=64, zorder=4, label=f"{row.cache} cache, {row.recipe}")
+        best = rows[rows.front].sort_values("median_us")
+        axes.plot(best.median_us / divide, 100 * best.total_error, color="black", linewidth=1, linestyle="--", zorder=2, label="Pareto front of total error and time")
+        tokens = rows.tokens.iloc[0] if len(rows) else 0
+        for row in published[(published.phase == phase) & (published.tokens == tokens)].itertuples():
+            axes.scatter(row.latency_us / divide, 50 * (row.low + row.high), **PUBLISHED, label="published, MI325X: kernel error")
+            axes.annotate(f"{row.dots} dots", (row.latency_us / divide, 50 * (row.low + row.high)), xytext=(7, -3), textcoords="offset points", fontsize=8)
+        axes.set(xlabel=f"time of a call ({unit})", title=f"{phase}, {tokens:,} tokens", xlim=(0, None))
+    panels[0].set_ylim(0.1, 100 * max(table.total_error.max(), 0.04) * 1.3)
+    _percent_axis(panels[0])
+    panels[0].set_ylabel("relative L2 error (%)")
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(f"What does fp8 cost, and what does it bring? ({where}; large: total error, small: the kernel's alone)")
+    return figure
+
+
+def time_against_tokens(table: pd.DataFrame, where: str) -> plt.Figure:
+    """bench rows of one model: time against query tokens for each cache and recipe, and each cache's floor as a dashed line."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4))
+    for axes, phase in zip(panels, ("decode", "prefill")):
+        rows = table[table.phase == phase]
+        for (kind, recipe), group in rows.groupby(["cache", "recipe"], sort=False):
+            group = group.sort_values("tokens")
+            axes.plot(group.tokens, group.median_us, color=RECIPE_COLOR[recipe], marker=CACHE_MARKER[kind], markersize=5, label=f"{kind} cache, {recipe}")
+        for kind, group in rows.groupby("cache", sort=False):
+            gathered = group.groupby("tokens").gather_us.median()
+            axes.plot(gathered.index, gathered, color="black", linewidth=1, linestyle="--", marker=CACHE_MARKER[kind], markersize=4, fillstyle="none", label=f"{kind} cache, rows only gathered")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        ticks = [t * 10**n for n in range(5) for t in (1, 2, 5) if low <= t * 10**n <= high]
+        axes.set_yticks(ticks, [f"{t:,}" for t in ticks])
+        axes.minorticks_off()
+        axes.set_xticks(sorted(rows.tokens.unique()), [f"{t:,}" for t in sorted(rows.tokens.unique())])
+        axes.set(xlabel="query tokens", ylabel="time of a call (us)", title=phase)
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(f"How does time grow with the queries, and how far is the floor? ({where})")
+    return figure

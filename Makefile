@@ -13,6 +13,8 @@ run: setup
 # Two workers with one thread each: with torch's own count, one for each core, they wait for each other three times as long.
 test test-tritons: export OMP_NUM_THREADS := 1
 test: setup
+	$(BIN)/ruff check .
+	$(BIN)/python tools/normalise_notebooks.py --check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -rs tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval notebooks
 

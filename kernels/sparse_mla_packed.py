@@ -13,7 +13,19 @@ import triton
 import triton.language as tl
 
 from mla_lab.kernels.sparse_mla import (
-    HEAD_BLOCK, _bf16_operand, _encode, _finish, _fp8_operand, _key_range, _load_q, _low_operand, _shared_largest, _softmax_step, _store_bf16, _tile_rows, _widen,
+    HEAD_BLOCK,
+    _bf16_operand,
+    _encode,
+    _finish,
+    _fp8_operand,
+    _key_range,
+    _load_q,
+    _low_operand,
+    _shared_largest,
+    _softmax_step,
+    _store_bf16,
+    _tile_rows,
+    _widen,
 )
 
 GROUP = tl.constexpr(128)

@@ -8,7 +8,7 @@ this is: in a Triton kernel where there is a GPU, in an emulator where there is 
 
 __version__ = "0.1.0"
 
-from mla_lab import operator as _operator  # registers torch.ops.mla_lab.sparse_mla_fwd
+from mla_lab import operator as operator  # registers torch.ops.mla_lab.sparse_mla_fwd
 from mla_lab.attention import merge_parts, sparse_mla_fwd
 from mla_lab.collect import results
 from mla_lab.flashmla import flash_mla_sparse_fwd

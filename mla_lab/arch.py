@@ -56,7 +56,7 @@ class Profile:
         return float(self.p_scale if recipe.p_scale is None else recipe.p_scale)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _launches(name: str) -> dict[str, Launch]:
     entries = json.loads((Path(kernels.__path__[0]) / "configs" / f"{name}.json").read_text())
     return {dots: Launch(**entries[dots]) for dots in ("bf16", "fp8")}

@@ -159,7 +159,7 @@ def run(repeats: int, command: str, backend: str = "auto", only: str = "", chose
     frame = pd.DataFrame(rows)
     if "error" not in frame:
         frame["error"] = None
-    return frame.assign(device=device_name(), clocks=clocks(), versions=versions(), commit=commit(), date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), seed=SEED, command=command)
+    return frame.assign(device=device_name(), clocks=clocks(), versions=versions(), commit=commit(), date=datetime.datetime.now(datetime.UTC).date().isoformat(), seed=SEED, command=command)
 
 
 def describe(case: Case) -> str:

@@ -128,6 +128,7 @@ def reencode_fn_as_fnuz(packed: Packed) -> Packed:
     Raises ValueError where a code is fn's NaN, which has no counterpart (see formats.convert_fn_to_fnuz).
     """
     codes = formats.convert_fn_to_fnuz(packed.buffer)
+    assert packed.scale is not None  # only a bf16 or a packed cache has none
     return Packed(codes.view(torch.float8_e4m3fnuz), packed.scale * 2, packed.saturated, packed.flushed, packed.values)
 
 
@@ -177,9 +178,9 @@ def unpack(kv_buffer: torch.Tensor, kv_scale: torch.Tensor | None, encoding: str
     every = torch.arange(slots(kv_buffer), device=kv_buffer.device)
     packed = kv_scale is None and is_packed(kv_buffer)
     rows = gather(kv_buffer, every, encoding, packed=packed)
-    if packed:
-        return apply_group_scales(*rows)
-    return rows.values if kv_buffer.dtype == torch.bfloat16 else rows.values * kv_scale.reshape(1)
+    if rows.scales is not None:
+        return apply_group_scales(rows.values, rows.scales)
+    return rows.values if kv_buffer.dtype == torch.bfloat16 or kv_scale is None else rows.values * kv_scale.reshape(1)
 
 
 def identify(kv_buffer: torch.Tensor, kv_scale: torch.Tensor | None, kv_lora_rank: int, qk_rope_head_dim: int, encoding: Fp8Format) -> str:

@@ -36,7 +36,8 @@ def gather(folder: Path) -> None:
     Every file is synced and renamed into place. The same runs give the same files, in whatever order they were made.
     """
     about = json.loads((folder / "sweep.json").read_text())
-    summary, log, tables = [], [], {}
+    summary, log = [], []
+    tables: dict[str, list[pd.DataFrame]] = {}
     for entry in about["runs"]:
         place = folder / "runs" / entry["digest"]
         try:
@@ -76,7 +77,7 @@ def _with_parameters(frame, entry):
 
 def _plain(frame):
     """Columns of one type each, as Parquet needs them: what is a number in one run and a text in another is a text."""
-    for column in frame.columns[frame.dtypes == object]:
+    for column in frame.select_dtypes(object):
         kinds = {type(v) for v in frame[column].dropna()}
         if kinds <= {int, float} and kinds and bool not in kinds:
             frame[column] = pd.to_numeric(frame[column])

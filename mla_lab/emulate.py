@@ -8,6 +8,7 @@ here equals one in a matrix core that accumulates in f32, up to that order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from mla_lab import cache, formats, lists
 from mla_lab.arch import HEAD_BLOCK, Profile
-from mla_lab.numerics import LOG2_E, LN_2, full_precision_matmul, hadamard, short_sum
+from mla_lab.numerics import LN_2, LOG2_E, full_precision_matmul, hadamard, short_sum
 from mla_lab.recipe import Recipe
 from mla_lab.reference import widen_q
 
@@ -70,12 +71,12 @@ def sparse_mla_parts(q, kv_buffer, kv_indptr, kv_indices, softmax_scale: float, 
             pool = lists.gather_pool(kv_buffer, slot, profile.encoding, packed=packed)
             k = v = (pool, kv_scale)
             if {"k", "v"} & arithmetic.exact:
+                assert exact_rows is not None
                 unrounded = lists.gather_pool(exact_rows, slot, profile.encoding)
                 if packed:  # keeps the rope columns' product apart, whose Q has no scale
                     unrounded = unrounded._replace(scales=unrounded.rows.new_ones(len(unrounded.rows), cache.GROUPS))
-                unrounded = (unrounded, None)
-                k = unrounded if "k" in exact else k
-                v = unrounded if "v" in exact else v
+                k = (unrounded, None) if "k" in exact else k
+                v = (unrounded, None) if "v" in exact else v
             q_terms, q_row_scale = _q_terms(q[part], q_scale, arithmetic, kv_lora_rank, kv_lora_rank if packed else width)
             done = _tiles(q_terms, q_row_scale, k, v, slot, softmax_scale, arithmetic, block_k, kv_splits, kv_lora_rank, q_given=q_scale is not None)
             for whole, piece in zip(parts, done):
@@ -110,7 +111,7 @@ class _Arithmetic:
             return [p], 1.0
         if self.p == "bf16":
             return [p.bfloat16().float()], 1.0
-        unscale = 1.0
+        unscale: torch.Tensor | float = 1.0
         x = p * self.p_scale
         if self.recipe.p_scale == "tile":
             mantissa, exponent = torch.frexp(p.amax(-1, keepdim=True))
@@ -122,7 +123,7 @@ class _Arithmetic:
     def scores(self, q_terms: list[torch.Tensor], k: torch.Tensor, codes: bool = True) -> torch.Tensor:
         """q k^T [batch, H, keys], q's terms [batch, H, R], k [batch, keys, R]. codes: both are fp8's, if Q is."""
         if not (self.short_scores and codes):
-            return sum(torch.bmm(q, k.mT) for q in q_terms)
+            return functools.reduce(torch.add, (torch.bmm(q, k.mT) for q in q_terms))
         step = _PROMOTED_COLUMNS if self.recipe.accumulate == "fp22_promoted" else k.shape[-1]
         total = k.new_zeros(k.shape[0], q_terms[0].shape[1], k.shape[1])
         for lo in range(0, k.shape[-1], step):

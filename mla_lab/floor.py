@@ -55,7 +55,7 @@ def floor(device: str, phase: str, tokens: int, heads: int, topk: int, kv_lora_r
     if peak.cache is not None:
         times["cache"] = gathered / peak.cache
     counted = [name for name in ("products", "memory" if phase == "decode" else "cache") if name in times]
-    bound = max(counted, key=times.get)
+    bound = max(counted, key=lambda name: times[name])
     return dict(products_us=1e6 * times["products"], cache_us=1e6 * times["cache"] if "cache" in times else None, memory_us=1e6 * times["memory"],
                 floor_us=1e6 * times[bound], bound_by=bound)
 

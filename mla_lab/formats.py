@@ -102,7 +102,7 @@ def get_format(fmt: str | Fp8Format) -> Fp8Format:
     return FORMATS[fmt]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def code_table(fmt: str | Fp8Format) -> torch.Tensor:
     """[256] f32 on the CPU: the value of each code."""
     fmt = get_format(fmt)

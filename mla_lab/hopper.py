@@ -65,7 +65,7 @@ def shape_class(profile: Profile, tokens: int, heads: int, rope: int, cache: str
     return ShapeClass("more" if many else "16", rope, cache, q_fp8, few=tokens * -(-heads // (64 if many else 16)) < profile.compute_units)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def launches() -> dict[ShapeClass, HopperLaunch]:
     """kernels/configs/sm_90_hopper.json, which `mla-lab tune` writes."""
     table = json.loads((Path(package.__path__[0]) / "configs" / "sm_90_hopper.json").read_text())

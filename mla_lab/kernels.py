@@ -6,6 +6,10 @@ root is on sys.path.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # modules of a folder that a type checker does not find
+    def __getattr__(name: str) -> Any: ...
 
 _here = Path(__file__).resolve().parent
 _candidates = [_here / "kernels", _here.parent / "kernels"]

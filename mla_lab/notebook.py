@@ -19,7 +19,6 @@ from mla_lab.inputs import Shape
 from mla_lab.recipe import NAMED, Recipe, check_scale
 from mla_lab.study import E4M3, make_inputs, with_encoding
 
-
 # Notebook tables are read whole.
 pd.set_option("display.max_colwidth", 240, "display.width", 160, "display.max_columns", 30)
 
@@ -166,7 +165,8 @@ class BenchParameters:
     @staticmethod
     def shape_of(rows: pd.DataFrame) -> tuple[int, int, int]:
         """heads, qk_rope_head_dim, topk."""
-        return tuple(int(v) for v in rows[["heads", "qk_rope_head_dim", "topk"]].iloc[0])
+        heads, rope, topk = (int(v) for v in rows[["heads", "qk_rope_head_dim", "topk"]].iloc[0])
+        return heads, rope, topk
 
 
 MODELS = ("GLM-5.3-Flash TP4", "GLM-5.3-Flash", "DeepSeek-V3.2")

@@ -23,7 +23,7 @@ def full_precision_matmul():
         torch.set_float32_matmul_precision(before)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _hadamard_matrix(width: int) -> torch.Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < width:

@@ -6,13 +6,15 @@ hollow, and named as such; what was computed here is drawn filled and in colour.
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#666666"
 ENCODING_COLOR = {"e4m3fnuz": BLUE, "e4m3fn": ORANGE}
-PUBLISHED = dict(marker="D", s=52, facecolors="none", edgecolors="black", linewidths=1.4, zorder=5)
+PUBLISHED: dict[str, Any] = dict(marker="D", s=52, facecolors="none", edgecolors="black", linewidths=1.4, zorder=5)
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
                      "axes.spines.right": False, "font.size": 9.5, "axes.titlesize": 10.5, "figure.titlesize": 12, "figure.dpi": 80})

@@ -9,7 +9,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from mla_lab.arch import HEAD_BLOCK, Launch, Profile, device_arch
 from mla_lab.cache import flat_rows, is_packed, slots
 from mla_lab.emulate import Parts
-from mla_lab.formats import FORMAT_OF_DTYPE, E4M3FN, E4M3FNUZ, Fp8Format
+from mla_lab.formats import E4M3FN, E4M3FNUZ, FORMAT_OF_DTYPE, Fp8Format
 from mla_lab.kernels import sparse_mla as kernels
 from mla_lab.kernels import sparse_mla_packed as packed_kernels
 from mla_lab.numerics import LOG2_E

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -86,7 +85,9 @@ def check_parameters(notebooks: list[Path], parameters: dict) -> None:
 def new_folder(parent: Path) -> Path:
     """parent/<time>, made here; with a number behind it where another run started in the same second."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H.%M.%S")
-    for number in itertools.count(1):
+    number = 0
+    while True:
+        number += 1
         folder = parent / (stamp if number == 1 else f"{stamp}_{number}")
         try:
             folder.mkdir(parents=True)

@@ -42,8 +42,8 @@ def make_inputs(names: Sequence[str], shape: Shape, seed: int) -> list[Inputs]:
         if colon and not layer.isdigit():
             raise ValueError(f"inputs: got {name!r}; accepted: NAME, or NAME:N for layer N of a capture")
         if not path.endswith(".safetensors"):
-            path = CAPTURES / f"{path}.safetensors"
-            if not path.is_file():
+            path = str(CAPTURES / f"{path}.safetensors")
+            if not Path(path).is_file():
                 shipped = sorted(p.stem for p in CAPTURES.glob("*.safetensors"))
                 raise ValueError(f"inputs: got {name!r}; accepted: {', '.join([*inputs.SYNTHETIC, *shipped])} (:N for one layer), or a path to a safetensors file")
         for number in [int(layer)] if layer.isdigit() else inputs.capture_layers(path):
@@ -417,7 +417,9 @@ def misread(made: Inputs, written: str, read: str, arch: str, headroom: float = 
     give the mistake away. (Written as e4m3fn, negative zeros still do: 0x80 is e4m3fnuz's NaN.) The outputs are those
     rows that stay finite, which may be none.
     """
-    packed = cache.pack_fp8_scalar(made.rows, written, scale=headroom * cache.pack_fp8_scalar(made.rows, written).scale)
+    scale = cache.pack_fp8_scalar(made.rows, written).scale
+    assert scale is not None
+    packed = cache.pack_fp8_scalar(made.rows, written, scale=headroom * scale)
     right, right_lse = run(made, packed, with_encoding(arch, written), FP8_DOTS)
     wrong_cache = cache.Packed(packed.buffer.view(torch.uint8), packed.scale)
     wrong, wrong_lse = run(made, wrong_cache, with_encoding(arch, read), FP8_DOTS)

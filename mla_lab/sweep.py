@@ -30,7 +30,7 @@ import time
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def execute(job: Job) -> dict:
         for name in ("parameters.yaml",) + (("papermill.log",) if status == "done" else ()):
             (part / name).unlink(missing_ok=True)
         record = dict(digest=job.digest, status=status, error=error, parameters=job.parameters, seconds=round(time.monotonic() - started, 3),
-                      host=socket.gethostname(), finished=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+                      host=socket.gethostname(), finished=datetime.now(UTC).isoformat(timespec="seconds"))
         return _publish(part, job.place, record)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -315,7 +315,7 @@ def sweep(grid: Grid, folder: Path, jobs: int | None = None, scheduler: str | No
             collect.gather(folder)
         except OSError as error:
             raise SweepError(f"{folder}: {error.strerror or error}; nothing that is done is lost: make room or access and start the same sweep again") from None
-        return [outcome(job.place) for job in every]
+        return [found for job in every if (found := outcome(job.place))]
 
 
 def _prepare(folder):
@@ -359,7 +359,7 @@ def _run(pending, total, folder, grid, jobs, scheduler, show):
             total=len(pending) * cells, desc="cells", unit="cell", leave=False, disable=not (show and sys.stderr.isatty())) as cell_bar:
         failed = 0
         try:
-            for attempt in range(10**6):
+            for _ in range(10**6):
                 if not pending:
                     return
                 with _client(scheduler, jobs or os.cpu_count() or 1, grid.gpu) as client:
@@ -402,7 +402,7 @@ def _mark(job, error):
     part = job.place.with_name(f".{job.digest}.{uuid.uuid4().hex[:8]}.part")
     part.mkdir(parents=True)
     return _publish(part, job.place, dict(digest=job.digest, status="failed", error=error, parameters=job.parameters, seconds=None, host=None,
-                                          finished=datetime.now(timezone.utc).isoformat(timespec="seconds")))
+                                          finished=datetime.now(UTC).isoformat(timespec="seconds")))
 
 
 @contextmanager

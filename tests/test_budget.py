@@ -8,7 +8,7 @@ import torch
 from mla_lab import budget, cache, emulate, formats, inputs, metrics, reference, study
 from mla_lab.arch import get_profile
 from mla_lab.inputs import Shape
-from mla_lab.recipe import NAMED, Recipe
+from mla_lab.recipe import NAMED
 
 SHAPE = Shape(tokens=2, heads=16, topk=512, slots=2048)
 

@@ -7,7 +7,7 @@ import torch
 
 import cases
 from cases import DEVICE, Case
-from mla_lab import cache, flash_mla_sparse_fwd, merge_parts, metrics, reference, sparse_mla_fwd
+from mla_lab import flash_mla_sparse_fwd, merge_parts, metrics, sparse_mla_fwd
 from mla_lab.flashmla import to_lists
 
 BACKENDS = ["emulate", "triton"]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cases import DEVICE, Case
+from cases import DEVICE
 from mla_lab import Recipe, cache, inputs, metrics, reference, sparse_mla_fwd
 from mla_lab.arch import Launch, Profile
 from mla_lab.inputs import Shape

@@ -1,7 +1,10 @@
 """The house: one source of versions, imports that go one way, and notebooks that were run."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -107,6 +110,26 @@ def test_imports_go_one_way():
             else:
                 assert rank[other] < rank[name] or (name, other) == ("metrics", "formats"), f"{name} imports {other}"
     assert imported(modules["formats"]) == imported(modules["recipe"]) == imported(modules["plots"]) == set()
+
+
+def test_types():
+    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", os.devnull], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_notebook_that_is_not_normalised_is_named_and_rewritten(tmp_path):
+    tool = [sys.executable, ROOT / "tools" / "normalise_notebooks.py"]
+    path = tmp_path / "edited.ipynb"
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    notebook.metadata["widgets"] = {"state": {}}
+    notebook.cells[1]["id"] = "0f3a"
+    notebook.cells[1].metadata["collapsed"] = True
+    nbformat.write(notebook, path)
+    call = lambda *options: subprocess.run([*tool, *options, path], capture_output=True, text=True)
+    said = call("--check")
+    assert said.returncode == 1 and said.stdout == "not normalised: edited.ipynb\n"
+    assert call().returncode == 0 and path.read_bytes() == NOTEBOOKS[0].read_bytes()
+    assert call("--check").returncode == 0
 
 
 def test_kernels_import_nothing_of_the_host():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import DEVICE
-from mla_lab import Recipe, cache, metrics, reference, sparse_mla_fwd
+from mla_lab import cache, metrics, reference, sparse_mla_fwd
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="takes a GPU with tens of GB of memory")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from normalise_notebooks import normalise, text
 from PIL import Image
 from tqdm import tqdm
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def small(png: str) -> str:
@@ -28,15 +28,11 @@ def main(paths):
     for path in tqdm(paths, desc="notebooks"):
         notebook = nbformat.read(path, as_version=4)
         NotebookClient(notebook, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(path.parent)}}).execute()
-        notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
-        for cell in notebook.cells:
-            if cell.cell_type == "code":
-                # A progress bar's remains say nothing to a reader.
-                cell.outputs = [o for o in cell.outputs if not (o.output_type == "stream" and o.name == "stderr")]
-                for output in cell.outputs:
-                    if "image/png" in output.get("data", {}):
-                        output.data["image/png"] = small(output.data["image/png"])
-        nbformat.write(notebook, path)
+        for cell in normalise(notebook).cells:
+            for output in cell.get("outputs", []):
+                if "image/png" in output.get("data", {}):
+                    output.data["image/png"] = small(output.data["image/png"])
+        path.write_text(text(notebook))
 
 
 if __name__ == "__main__":

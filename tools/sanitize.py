@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import cases  # noqa: E402
 import torch  # noqa: E402
 
+import cases  # noqa: E402
 from mla_lab import metrics, sparse_mla_fwd  # noqa: E402
 
 # Ragged, an empty query, heads beyond one block, holes, a sink, splits: where a mask could be wrong.

@@ -34,8 +34,7 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
     dot_precision "bf16" or "fp8", or a Recipe (or the name of one in recipe.NAMED) in its place (recipe=), says what both
     products run in; the Triton kernel refuses what only the emulator does (see mla_lab.Recipe). arch: a profile's
     name ("gfx942", "gfx950", "sm_90") or None for the running device's (gfx942 on a CPU). kv_splits: split-K; None
-    leaves it to the launch policy. backend: "auto" (the emulator without a GPU; on Hopper the kernel for it, where it runs
-    the call; else portable Triton), "triton", "hopper" (Gluon; e4m3fn profiles, rank 512, rope 0 or 64, rows at multiples of
+    leaves it to the launch policy. backend: "auto" (portable Triton on a GPU, the emulator elsewhere), "triton", "hopper" (Gluon; e4m3fn profiles, rank 512, rope 0 or 64, rows at multiples of
     16 bytes), "cdna" (Gluon, on AMD's CDNA; bf16 or fp8 dots over bf16 and fp8_scalar caches), "emulate".
 
     Returns (out [C, H, kv_lora_rank] bf16, natural-log LSE [C, H] f32 or None). A query without a key gives zeros and
@@ -80,7 +79,7 @@ def sparse_mla_fwd(q, kv_buffer, kv_indptr, kv_indices, softmax_scale, *, kv_sca
         _check_scale_values(kv_scale=kv_scale, q_scale=q_scale)
     launch = profile.launch(recipe.dots)
     if kv_splits is None:
-        kv_splits = choose_kv_splits(profile, tokens, heads, kv_indices.numel() // max(tokens, 1), launch.block_k, *_programs(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe))
+        kv_splits = choose_kv_splits(profile, tokens, heads, kv_indices.numel() // max(tokens, 1), launch.block_k, *_programs(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe, backend))
 
     if backend in ("triton", "hopper", "cdna"):
         return {"triton": portable, "hopper": hopper, "cdna": cdna}[backend].sparse_mla(
@@ -227,7 +226,7 @@ def chosen_backend(q, kv_buffer, kv_lora_rank: int, recipe: Recipe, profile: Pro
     if backend == "auto":
         if device.type != "cuda":
             return "emulate"
-        return "triton" if hopper.refusal(profile, recipe, q, kv_buffer, kv_lora_rank) else "hopper"
+        return "triton"
     if backend == "cdna" and device.type != "cuda":
         raise ValueError(f"backend: got 'cdna' on {device}; accepted there: 'emulate' (Gluon has no interpreter; mla-lab compile compiles it)")
     if backend == "hopper":
@@ -241,13 +240,9 @@ def chosen_backend(q, kv_buffer, kv_lora_rank: int, recipe: Recipe, profile: Pro
     return backend
 
 
-def _programs(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe):
-    """Heads of a program and programs per compute unit, for the split policy. sm_90's are the Hopper kernel's on every backend, so that the emulator splits as it does."""
-    if profile.name == "sm_90":
-        try:
-            hopper.check_geometry(recipe, kv_lora_rank, q.shape[2] - kv_lora_rank)
-        except ValueError:
-            return HEAD_BLOCK, 1
+def _programs(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe, backend):
+    """Heads of a program and programs per compute unit, for the split policy."""
+    if backend == "hopper":
         launch = hopper.chosen_launch(profile, q, kv_buffer, kv_scale, kv_lora_rank, recipe)
         return launch.heads_block, launch.programs_per_unit
     return HEAD_BLOCK, 1

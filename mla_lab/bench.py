@@ -319,11 +319,6 @@ def front(table: pd.DataFrame, time: str = "median_us", error: str = "total_erro
     return pd.Series({i: not beaten(row, rows) for _, rows in table.groupby("phase") for i, row in rows.iterrows()}, dtype=bool).reindex(table.index)
 
 
-def stored() -> pd.DataFrame:
-    """The table in data/measured/h200, which `mla-lab bench` wrote on an H200 (see the README there)."""
-    return pd.read_parquet(study.CAPTURES.parent / "measured" / "h200" / "bench.parquet")
-
-
 def speedups(table: pd.DataFrame, l2: str) -> pd.DataFrame:
     """Of each shape, the time under bf16 over the bf16 cache by that of each other row: times_as_fast. Prefills are warm."""
     keys = ["model", "phase", "tokens", "topk", "indices"]

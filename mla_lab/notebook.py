@@ -14,7 +14,7 @@ import torch
 import triton
 
 import mla_lab
-from mla_lab.arch import check_fits, device_arch, get_profile, tile_bytes
+from mla_lab.arch import check_fits, get_profile, tile_bytes
 from mla_lab.inputs import Shape
 from mla_lab.recipe import NAMED, Recipe, check_scale
 from mla_lab.study import E4M3, make_inputs, with_encoding
@@ -123,53 +123,6 @@ class CompileParameters:
                 size = tile_bytes(dots, block_k, self.kv_lora_rank, self.qk_rope_head_dim)
                 rows.append(dict(dots=dots, block_k=block_k, bytes=size, **{name: "fits" if size <= get_profile(name).shared_memory else "does not fit" for name in ("gfx942", "gfx950")}))
         return pd.DataFrame(rows)
-
-
-class BenchParameters:
-    """The parameters of the picture of latency against accuracy, checked: live (whether it is measured now) and seed.
-
-    Raises ParameterError with the name, what came, what is accepted.
-    """
-
-    seed = 0
-
-    def __init__(self, *, model, decode_tokens, prefill_tokens, l2, measure, repeats):
-        self.given = dict(model=model, decode_tokens=decode_tokens, prefill_tokens=prefill_tokens, l2=l2, measure=measure, repeats=repeats)
-        here = device_arch(torch.device("cuda")) if torch.cuda.is_available() else "no GPU"
-        for name, value, accepted in (("model", model, MODELS), ("decode_tokens", decode_tokens, (2, 16, 64)), ("prefill_tokens", prefill_tokens, (1024, 4096, 16384)),
-                                      ("l2", l2, ("cold", "warm")), ("measure", measure, ("auto", "stored", "live"))):
-            if value not in accepted or isinstance(value, bool):
-                raise ParameterError(f"{name}: got {value!r}; accepted: {', '.join(map(str, accepted))}")
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ParameterError(f"repeats: got {repeats!r}; accepted: an integer of 1 or more")
-        if model == "GLM-5.3-Flash" and prefill_tokens > 4096:
-            raise ParameterError(f"prefill_tokens: got {prefill_tokens} with {model}; accepted: 1024, 4096")
-        if measure == "live" and here != "sm_90":
-            raise ParameterError(f"measure: got 'live' with {here}; accepted there: auto, stored")
-        self.live = measure != "stored" and here == "sm_90"
-
-    def where(self, table: pd.DataFrame) -> str:
-        """What measured a bench table, and when."""
-        return f"{'measured now' if self.live else 'stored'}: {table.device.iloc[0]}, {table.date.iloc[0]}"
-
-    def by_tokens(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The rows of this model under its usual top-k and random indices."""
-        rows = table[(table.model == self.given["model"]) & (table.topk == 2048) & (table.indices == "random")]
-        return rows[rows.l2 == rows.phase.map({"decode": self.given["l2"], "prefill": "warm"})]
-
-    def chosen(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Of those the one decode and the one prefill."""
-        rows = self.by_tokens(table)
-        return rows[rows.tokens == rows.phase.map({"decode": self.given["decode_tokens"], "prefill": self.given["prefill_tokens"]})]
-
-    @staticmethod
-    def shape_of(rows: pd.DataFrame) -> tuple[int, int, int]:
-        """heads, qk_rope_head_dim, topk."""
-        heads, rope, topk = (int(v) for v in rows[["heads", "qk_rope_head_dim", "topk"]].iloc[0])
-        return heads, rope, topk
-
-
-MODELS = ("GLM-5.3-Flash TP4", "GLM-5.3-Flash", "DeepSeek-V3.2")
 
 
 def _numbers(name, text, least):

@@ -168,7 +168,7 @@ FAULTS = {
     "kernel forgets to apply the P scale": (guard_tail, kernels, "_encode(p * p_scale,", "_encode(p,"),
     "kernel's sum is taken over the rounded P": (guard_lse, kernels, "            p_operand = _fp8_operand(_encode(p * p_scale,", "            row_sum += tl.sum(_widen(_encode(p * p_scale, FNUZ, NATIVE_CAST), FNUZ, NATIVE_CAST, INTERPRET).to(tl.float32) / p_scale - p, 1)\n            p_operand = _fp8_operand(_encode(p * p_scale,"),
     "kernel reads fnuz as fn": (guard_bytes, kernels, "decode_f32(code, 3, 8 if FNUZ else 7, 0x7F if FNUZ else 0x7E, FNUZ)", "decode_f32(code, 3, 7, 0x7E, False)"),
-    "kernel merges splits without their maxima": (guard_splits, kernels, "weight = tl.exp2(tl.load(part_max + one) - safe_max)", "weight = tl.exp2(tl.load(part_max + one) * 0.0)"),
+    "kernel merges splits without their maxima": (guard_splits, kernels, "mask=some < splits, other=float(\"-inf\")) - safe_max)", "mask=some < splits, other=float(\"-inf\")) * 0.0)"),
     "kernel drops the last tile of a split": (guard_splits, kernels, "for lo in range(first, last, BLOCK_K):", "for lo in range(first, last - BLOCK_K, BLOCK_K):"),
 }
 

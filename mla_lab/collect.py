@@ -77,7 +77,7 @@ def _with_parameters(frame, entry):
 
 def _plain(frame):
     """Columns of one type each, as Parquet needs them: what is a number in one run and a text in another is a text."""
-    for column in frame.select_dtypes(object):
+    for column in [c for c in frame if pd.api.types.is_object_dtype(frame[c])]:
         kinds = {type(v) for v in frame[column].dropna()}
         if kinds <= {int, float} and kinds and bool not in kinds:
             frame[column] = pd.to_numeric(frame[column])

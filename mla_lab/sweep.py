@@ -169,6 +169,9 @@ def _papermill(job, part):
         _end(process)
     if process.returncode == 0:
         return "done", None
+    with open(part / ".room", "wb") as probe:  # a full disk leaves no reason behind, not even in the log: OSError
+        probe.write(bytes(1 << 16))
+    (part / ".room").unlink()
     return "failed", _reason(part, process.returncode)
 
 
@@ -250,8 +253,8 @@ def _reason(part, code):
         for output in cell.get("outputs", []):
             if output.output_type == "error":
                 return f"{output.ename}: {output.evalue}".strip().splitlines()[0]
-    lines = [line for line in (part / "papermill.log").read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().rpartition("\r")[2][:500] if lines else f"papermill ended with {code}"
+    lines = [line.strip() for line in re.split(r"[\r\n]", (part / "papermill.log").read_text(errors="replace")) if line.strip()]
+    return lines[-1][:500] if lines else f"papermill ended with {code}"
 
 
 def _publish(part, place, record):
@@ -300,8 +303,7 @@ def sweep(grid: Grid, folder: Path, jobs: int | None = None, scheduler: str | No
     folder = folder.absolute()
     _prepare(folder)
     with _alone(folder):
-        for rest in (folder / "runs").glob(".*.part"):  # of a sweep that was killed
-            shutil.rmtree(rest, ignore_errors=True)
+        _clear(folder)  # of a sweep that was killed
         (folder / _STOP).unlink(missing_ok=True)
         every = [Job(digest(grid.notebook, point), str(grid.notebook), point, str(folder), os.getcwd(), grid.minutes, grid.memory_gib) for point in grid.points]
         try:
@@ -312,10 +314,16 @@ def sweep(grid: Grid, folder: Path, jobs: int | None = None, scheduler: str | No
             pending = {job.digest: job for job in every if (outcome(job.place) or {}).get("status") != "done"}
             if pending:
                 _run(pending, len(every), folder, grid, jobs, scheduler, show)
+                _clear(folder)  # of workers that were lost
             collect.gather(folder)
         except OSError as error:
             raise SweepError(f"{folder}: {error.strerror or error}; nothing that is done is lost: make room or access and start the same sweep again") from None
         return [found for job in every if (found := outcome(job.place))]
+
+
+def _clear(folder):
+    for rest in (folder / "runs").glob(".*.part"):
+        shutil.rmtree(rest, ignore_errors=True)
 
 
 def _prepare(folder):
@@ -440,7 +448,7 @@ def _client(scheduler, jobs, gpu):
         # Each run is a process already, so that the worker can be a thread of this one: nothing outlives it.
         logging.getLogger("distributed").setLevel(logging.ERROR)
         with dask.config.set({"distributed.worker.memory.target": False, "distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}), LocalCluster(
-                n_workers=1, threads_per_worker=jobs, processes=False, dashboard_address=None, resources=resources) as cluster, Client(cluster) as client:
+                n_workers=1, threads_per_worker=jobs, processes=False, dashboard_address="127.0.0.1:0", resources=resources) as cluster, Client(cluster) as client:
             yield client
             return
     logging.getLogger("distributed.client").setLevel(logging.CRITICAL)

@@ -134,7 +134,8 @@ def bench(out, repeats, backend, only):
 @click.option("--repeats", default=20, show_default=True, type=click.IntRange(1), help="Replays per candidate, at least.")
 @click.option("--processes", default=8, show_default=True, type=click.IntRange(1), help="How many compile and check at a time.")
 @click.option("--only", default="", metavar="TEXT", help='Classes whose description has it: "fp8_dsv32_mla", "heads=\'16\'", "few=True".')
-def tune(out, repeats, processes, only):
+@click.option("--limit", default=600, show_default=True, type=click.FloatRange(1), help="Seconds for compiling and checking them all.")
+def tune(out, repeats, processes, only, limit):
     """Search for the Hopper kernel's launches on this GPU: every candidate is checked, then timed.
 
     The JSON takes the place of kernels/configs/sm_90_hopper.json.
@@ -153,7 +154,7 @@ def tune(out, repeats, processes, only):
     if not classes:
         raise click.UsageError(f"--only: got {only!r}, which is in no class; accepted: part of one, as {next(iter(hopper.launches()))}")
     command = f"mla-lab tune --repeats {repeats}" + (f" --only {only!r}" if only else "")
-    frame = tuning.search(classes, repeats, processes)
+    frame = tuning.search(classes, repeats, processes, limit)
     kept = tuning.best(frame)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_table(frame.assign(device=device_name(), versions=versions(), seed=tuning.SEED, command=command), out)

@@ -5,10 +5,10 @@ The result is kernels/configs/sm_90_hopper.json and the table that it was read f
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import multiprocessing
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -85,20 +85,25 @@ def _checked(of, launch):
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
 
 
-def search(classes: Sequence[hopper.ShapeClass], repeats: int, processes: int) -> pd.DataFrame:
+def search(classes: Sequence[hopper.ShapeClass], repeats: int, processes: int, limit_s: float) -> pd.DataFrame:
     """One row per class, candidate and shape: apart (from the emulator), median_us, error.
 
-    Candidates are compiled and checked in `processes` processes of their own, so that one that faults takes none with it;
-    then timed one after another, in turns over one set of inputs, cold for decode (see bench).
+    Candidates are compiled and checked in `processes` processes of their own, so that one that faults takes none with it, and
+    for `limit_s` seconds together, so that one that waits for ever does not hold up the rest; then timed one after another,
+    in turns over one set of inputs, cold for decode (see bench).
     """
     profile = get_profile("sm_90")
     todo = [(of, launch) for of in classes for launch in hopper.candidates(of)]
     distinct = list(dict.fromkeys((of, _compiled(launch)) for of, launch in todo))
     found = {}
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=3) as pool:
-        running = {pool.submit(_checked, *pair): pair for pair in distinct}
-        for done in tqdm(concurrent.futures.as_completed(running), total=len(running), desc="compile and check"):
-            found[running[done]] = done.result() if done.exception() is None else (None, f"{type(done.exception()).__name__}: {done.exception()}"[:200])
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=3) as pool:  # leaving it ends its processes
+        end = time.monotonic() + limit_s
+        running = {pair: pool.apply_async(_checked, pair) for pair in distinct}
+        for pair, run in tqdm(running.items(), desc="compile and check"):
+            try:
+                found[pair] = run.get(max(0.0, end - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                found[pair] = None, f"TimeoutError: not compiled and checked within {limit_s:g} s"
     rows = []
     for of in tqdm(classes, desc="time"):
         for shape in shapes_of(of):
